@@ -63,6 +63,8 @@ class EmbeddedKeys:
 
     runtime: str = "tensorrt_llm"
     device: Literal["cpu", "cuda"] = "cpu"
+    plugin: str = "CPU"
+    """OpenVINO's name of the device."""
     compute_precision: str = ""
     kv_precision: str = ""
     mlp: str | None = None

@@ -19,7 +19,7 @@ from trtserve.nvidia.releases.installed import has_engine_path, installed
 from trtserve.nvidia.tensorrt_llm import LlmapiRuntime, TensorrtLlmRuntime
 from trtserve.progress import SILENT, Progress
 from trtserve.specs import RuntimeName
-from trtserve.specs.build import Device
+from trtserve.specs.build import DeviceName
 from trtserve.specs.runtime import CPU_LIMITS, EngineNeeds, Requirement, Runtime
 
 RUNTIMES: dict[str, Runtime] = {
@@ -56,7 +56,7 @@ def choose_runtime(name: RuntimeName, progress: Progress = SILENT, *, container:
     return RUNTIMES[chosen]
 
 
-def runs_on_cpu(name: str | None, device: Device | None = None) -> bool:
+def runs_on_cpu(name: str | None, device: DeviceName | None = None) -> bool:
     """Return whether the runtime `name` runs engines in main memory, when asked for `device`.
 
     False for None and unknown names.

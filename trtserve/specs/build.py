@@ -12,6 +12,8 @@ from trtserve.specs.tools import InContainer
 KvPrecision = Literal["auto", "f32", "f16", "u8"]
 RuntimeName = Literal["auto", "tensorrt_llm", "llmapi", "torch", "vllm", "openvino"]
 Device = Literal["cpu", "cuda"]
+"""Where an engine keeps its weights: in main memory, or on NVIDIA GPUs."""
+DeviceName = Literal["cpu", "cuda", "gpu", "npu", "auto"]
 PluginType = Literal["disable", "auto", "float16", "float32", "bfloat16"]
 GemmPluginType = Literal["disable", "auto", "float16", "float32", "bfloat16", "fp8", "nvfp4"]
 Switch = Literal["enable", "disable"]
@@ -58,8 +60,11 @@ class BuildSpec(InContainer):
         "without TensorRT-LLM, vllm serves what vLLM knows, openvino runs on CPUs; auto: what this machine has.",
         common=True,
     )
-    device: Device | None = option(
-        None, help="Where engines of --runtime torch run; cpu is slow.", unset="cuda", panel=ENGINE
+    device: DeviceName | None = option(
+        None,
+        help="Device: cpu or cuda; an Intel gpu or auto with openvino.",
+        unset="cpu with openvino, else cuda",
+        panel=ENGINE,
     )
     max_num_tokens: int | None = option(
         None,

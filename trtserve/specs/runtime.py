@@ -16,7 +16,7 @@ from trtserve.host.machine import format_bytes
 from trtserve.process import Command
 from trtserve.progress import Progress
 from trtserve.specs import BuildSpec, ConvertSpec
-from trtserve.specs.build import Device
+from trtserve.specs.build import Device, DeviceName
 
 # TensorRT-LLM's names for weight-only quantisation.
 WEIGHT_ONLY_INT8 = "W8A16"
@@ -202,7 +202,10 @@ class Runtime:
     gpu_limits: ClassVar[Limits] = TRTLLM_LIMITS
     """Default limits on GPUs; the model may allow less."""
 
-    def device(self, asked: Device | None = None) -> Device:
+    devices: ClassVar[tuple[DeviceName, ...]] = ("cuda",)
+    """What `--device` may be."""
+
+    def device(self, asked: DeviceName | None = None) -> Device:
         """Return where its engines run when `--device` is `asked`."""
         del asked
         return "cuda"
@@ -254,12 +257,11 @@ class Runtime:
 
     def require_device(self, spec: BuildSpec) -> None:
         """Raise UsageError when `spec` asks for a device that the runtime does not have."""
-        device = self.device(spec.device)
-        if spec.device not in (None, device):
-            where = {"cpu": "CPUs", "cuda": "NVIDIA GPUs"}[device]
+        if spec.device not in (None, *self.devices):
+            other = "torch" if spec.device in ("cpu", "cuda") else "openvino"
             raise UsageError(
-                f"--device {spec.device}: the {self.name} runtime runs on {where} only.",
-                hint=f"Leave out --device, or choose --runtime torch --device {spec.device}.",
+                f"--device {spec.device}: the {self.name} runtime takes {', '.join(self.devices)}.",
+                hint=f"Leave out --device, or choose --runtime {other} --device {spec.device}.",
             )
 
 

@@ -1,4 +1,4 @@
-"""Run an engine folder on the CPU with OpenVINO: paged attention over a KV cache in blocks.
+"""Run an engine folder with OpenVINO: paged attention over a KV cache in blocks, on the CPU or an Intel GPU.
 
 The engine contains the stateful graph. It is turned into a paged one at load, with inputs for what was built in.
 """
@@ -117,12 +117,13 @@ class PagedModel:
         chunked = has_chunks(graph)
         seen = layer_windows(own.windows, windows, self.max_position, chunked=chunked)
         to_paged_attention(graph, windows=seen)
+        self._plugin = own.plugin
         self._capped = with_caps(graph, config.model.head_size, self.kv_precision, chunks=chunked and any(seen))
         if self.max_prompt_table:
             add_prompt_table(graph, vocab_size=self.vocab_size, hidden_size=self.hidden_size)
         if self.lora:
             add_adapters(graph, self.lora)
-        compiled = _compile(core, graph, self._properties(threads, activation_group(graph)))
+        compiled = _compile(core, graph, self._plugin, self._properties(threads, activation_group(graph)))
         self._request = compiled.create_infer_request()
         ports = {port.get_any_name(): index for index, port in enumerate(compiled.inputs)}
         self._ports = ports
@@ -139,6 +140,7 @@ class PagedModel:
         self._padded_sizes: list[int] = []
         self._spare_block = 0
         self._caches: list[Array] = []
+        self._remote: list[ov.RemoteTensor] = []  # caches in the memory of a GPU
         self._states: list[Array] = []
         self._held: list[Any] = []  # arrays that OpenVINO reads without a copy
         self._stack: AdapterStack | None = None
@@ -147,11 +149,15 @@ class PagedModel:
         self._set_stack(None)
 
     def _properties(self, threads: int | None, group: int) -> dict[str, Any]:
-        """Return the properties of the CPU plugin for this engine's precisions."""
+        """Return the properties of the plugin for this engine's precisions."""
         properties: dict[str, Any] = {
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_PRECISION_HINT": self.compute_precision,
             "KV_CACHE_PRECISION": self.kv_precision,
+        }
+        if self._plugin != "CPU":
+            return properties
+        properties |= {
             "CPU_RUNTIME_CACHE_CAPACITY": _KERNELS_KEPT,
             # A core that is shared with other programs gets less work; by default all get the same.
             "TBB_PARTITIONER": "AUTO",
@@ -163,13 +169,22 @@ class PagedModel:
         return properties
 
     def free_memory(self) -> int:
-        """Return the free bytes of this machine's memory."""
-        return free_memory()
+        """Return the free bytes of this machine's memory, at most those that the GPU can use."""
+        if self._plugin == "CPU":
+            return free_memory()
+        return min(free_memory(), int(openvino_core().get_property(self._plugin, "GPU_DEVICE_TOTAL_MEM_SIZE")))
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate the KV cache; memory is used when a block is first written. One more block is the model's own."""
         self._spare_block = num_blocks
-        self._caches = self._tables(self._cache_ports, num_blocks + 1)
+        if self._plugin == "CPU":
+            self._caches = self._tables(self._cache_ports, num_blocks + 1)
+        else:
+            context = openvino_core().get_default_context(self._plugin)
+            for index, port in self._cache_ports:
+                shape = ov.Shape([num_blocks + 1, *_block_shape(port)])
+                self._remote.append(context.create_tensor(port.get_element_type(), shape, {}))
+                self._request.set_input_tensor(index, self._remote[-1])
         self.allocate_states(0)
 
     def allocate_states(self, num_states: int) -> None:
@@ -310,6 +325,8 @@ class PagedModel:
         """Copy keys and values of block `source` to block `target`, in every layer."""
         for cache in self._caches:
             cache[target] = cache[source]
+        for remote in self._remote:
+            _rows(remote, source).copy_to(_rows(remote, target))
 
     def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See `StatefulModel.copy_states`."""
@@ -341,9 +358,9 @@ def _read_graph(core: ov.Core, path: Path) -> ov.Model:
         raise CorruptFileError(f"{path} cannot be read: {error}", hint="Build the engine again.") from error
 
 
-def _compile(core: ov.Core, graph: ov.Model, properties: Mapping[str, Any]) -> ov.CompiledModel:
+def _compile(core: ov.Core, graph: ov.Model, plugin: str, properties: Mapping[str, Any]) -> ov.CompiledModel:
     try:
-        return core.compile_model(graph, "CPU", properties)
+        return core.compile_model(graph, plugin, properties)
     except RuntimeError as error:
         raise BuildError(
             f"OpenVINO {ov.get_version()} cannot compile the engine: {error}",
@@ -362,6 +379,14 @@ def _is_state(port: Any) -> bool:
 
 def _row_bytes(ports: Sequence[tuple[int, Any]]) -> int:
     return sum(math.prod(_block_shape(port)) * int(port.get_element_type().size) for _, port in ports)
+
+
+def _rows(remote: ov.RemoteTensor, block: int) -> ov.RemoteTensor:
+    """Return one block of a cache in a GPU's memory."""
+    shape = list(remote.get_shape())
+    return ov.RemoteTensor(
+        remote, ov.Coordinate([block, *[0] * (len(shape) - 1)]), ov.Coordinate([block + 1, *shape[1:]])
+    )
 
 
 def _zeros(shape: list[int], element_type: ov.Type) -> tuple[Array, ov.Tensor]:

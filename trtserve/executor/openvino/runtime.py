@@ -17,7 +17,14 @@ from trtserve.checkpoint.architectures.parts.mixers import StateSpace
 from trtserve.checkpoint.memory import ITEM_SIZE
 from trtserve.checkpoint.quantized import AWQ, FP8, FP8_BY_TOKEN, GPTQ, INT4_GROUPS
 from trtserve.checkpoint.unified import CheckpointReader
-from trtserve.errors import BuildError, MemoryLimitError, MissingDependencyError, TrtserveError, UnsupportedModelError
+from trtserve.errors import (
+    BuildError,
+    MemoryLimitError,
+    MissingDependencyError,
+    TrtserveError,
+    UnsupportedModelError,
+    UsageError,
+)
 from trtserve.executor.embedded import (
     EmbeddedPlan,
     EmbeddedRuntime,
@@ -31,7 +38,7 @@ from trtserve.host import machine
 from trtserve.host.machine import install_command
 from trtserve.progress import Progress
 from trtserve.specs import BuildSpec
-from trtserve.specs.build import Device
+from trtserve.specs.build import Device, DeviceName
 from trtserve.specs.runtime import CPU_LIMITS, WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, EngineNeeds, resolve_limits
 
 if TYPE_CHECKING:
@@ -43,16 +50,23 @@ _SUPPORTED = (*_PACKINGS, GPTQ, AWQ, FP8, *FP8_BY_TOKEN)
 
 @dataclass(frozen=True, kw_only=True)
 class OpenvinoPlan(EmbeddedPlan):
-    """An OpenVINO engine."""
+    """An OpenVINO engine; `plugin` is OpenVINO's name of the device."""
+
+    plugin: str = "CPU"
 
     @property
     def precision(self) -> str:
-        return f"{self.weights_precision} weights, {self.compute_precision} arithmetic, {self.kv_precision} KV cache"
+        where = "" if self.plugin == "CPU" else f" on the {self.plugin}"
+        numbers = f"{self.weights_precision} weights, {self.compute_precision} arithmetic"
+        return f"{numbers}, {self.kv_precision} KV cache{where}"
+
+    def own(self) -> dict[str, str]:
+        return {} if self.plugin == "CPU" else {"plugin": self.plugin}
 
     def settings(self) -> dict[str, Any]:
         """Features and precisions, and the maximum group size of int4 made from floats."""
         groups = {"int4_group_size": INT4_GROUPS[0]} if self.config.quantization.algorithm == WEIGHT_ONLY_INT4 else {}
-        return {**self.features.record(), **self._precisions(), **groups}
+        return {**self.features.record(), **self._precisions(), **self.own(), **groups}
 
     def build(
         self, checkpoint: Checkpoint, folder: Path, *, log: Path, progress: Progress, seconds: float | None
@@ -74,8 +88,9 @@ class OpenvinoRuntime(EmbeddedRuntime):
     name = "openvino"
     extra = "cpu"
     narrower = "--quantize int8 or int4"
+    devices = ("cpu", "gpu", "npu", "auto")
 
-    def device(self, asked: Device | None = None) -> Device:
+    def device(self, asked: DeviceName | None = None) -> Device:
         del asked
         return "cpu"
 
@@ -87,17 +102,27 @@ class OpenvinoRuntime(EmbeddedRuntime):
     def plan(self, config: CheckpointConfig, spec: BuildSpec) -> OpenvinoPlan:
         version = _openvino_version()
         self.require_device(spec)
+        plugin = plugin_of(spec.device)
         _require_supported(config)
         # The plugin keeps states in the type of arithmetic. In bfloat16 one that fades slowly loses what tokens add.
         decoder = family(config.architecture).decoder(config)
         wide = isinstance(decoder.mixer, StateSpace)
         bfloat16 = machine.has_bfloat16()
         compute, kv, notes = resolve_precision(config.dtype, spec.kv_precision, bfloat16=bfloat16 and not wide)
-        if wide and bfloat16 and config.dtype != "float32":
+        if plugin == "GPU":
+            compute, kv, notes = _gpu_precision(config, spec.kv_precision)
+        elif wide and bfloat16 and config.dtype != "float32":
             notes += ("States of Mamba-2 need float32: this engine calculates in f32, about half as fast as bf16.",)
         features, remarks = resolve_features(config, spec)
         limits = resolve_limits(config, spec, CPU_LIMITS)
-        if decoder.attention_softcap is not None or decoder.has_chunks(limits.max_seq_len):
+        capped = decoder.attention_softcap is not None or decoder.has_chunks(limits.max_seq_len)
+        if plugin == "GPU" and (capped or decoder.mixer is not None):
+            raise UnsupportedModelError(
+                f"--device gpu: {config.architecture} caps its scores, attends in chunks or keeps states, for which "
+                "only the CPU's part of this runtime has the operations.",
+                hint="Leave out --device.",
+            )
+        if capped:
             kv = _cache_of_capped_scores(compute, spec.kv_precision)
         rows = limits.max_num_tokens if features.gather_context_logits else limits.max_batch_size * spec.max_beam_width
         needs = engine_needs(config, limits, compute=compute, kv=kv, rows=rows)
@@ -109,6 +134,7 @@ class OpenvinoRuntime(EmbeddedRuntime):
             limits=limits,
             features=features,
             device="cpu",
+            plugin=plugin,
             compute_precision=compute,
             kv_precision=kv,
             tools={"openvino": version},
@@ -130,6 +156,42 @@ class OpenvinoRuntime(EmbeddedRuntime):
             kv=own.kv_precision,
             rows=limits.max_num_tokens if build.gather_context_logits else rows,
         )
+
+
+def plugin_of(asked: DeviceName | None) -> str:
+    """Return OpenVINO's name of a device: CPU or GPU.
+
+    Raises UsageError for one that is not here, and for NPUs, whose plugin has no paged attention.
+    """
+    if asked == "npu":
+        raise UsageError(
+            "--device npu: OpenVINO has paged attention, which this runtime needs, for CPUs and GPUs only.",
+            hint="Leave out --device, or choose --device auto: the GPU if there is one, else the CPU.",
+        )
+    if asked not in ("gpu", "auto"):
+        return "CPU"
+    from trtserve.executor.openvino.paged_model import openvino_core
+
+    found: list[str] = openvino_core().available_devices
+    if any(name.partition(".")[0] == "GPU" for name in found):
+        return "GPU"
+    if asked == "auto":
+        return "CPU"
+    raise UsageError(
+        f"--device gpu: OpenVINO finds no Intel GPU here; it finds {', '.join(found)}.",
+        hint="Install the GPU's OpenCL driver, or leave out --device. NVIDIA GPUs: --runtime torch.",
+    )
+
+
+def _gpu_precision(config: CheckpointConfig, asked: str) -> tuple[str, str, tuple[str, ...]]:
+    """Return the precision of arithmetic and KV cache on Intel GPUs, which have no bfloat16, and a note."""
+    own = "f32" if config.dtype == "float32" else "f16"
+    if asked not in ("auto", own):
+        raise UsageError(
+            f"--kv-precision {asked}: on a GPU the KV cache has the precision of arithmetic, {own}.",
+            hint="Leave out --kv-precision.",
+        )
+    return own, own, ("No Intel GPU ran this yet: compare the engine with `trtserve check ENGINE` before you use it.",)
 
 
 def resolve_precision(dtype: str, kv_precision: str, *, bfloat16: bool) -> tuple[str, str, tuple[str, ...]]:

@@ -35,7 +35,7 @@ from trtserve.host.machine import install_command
 from trtserve.nvidia.gpu_findings import FIRST_FP8, missing_fp8
 from trtserve.progress import Progress
 from trtserve.specs import BuildSpec
-from trtserve.specs.build import Device
+from trtserve.specs.build import Device, DeviceName
 from trtserve.specs.runtime import (
     CPU_LIMITS,
     GPU_LIMITS,
@@ -99,6 +99,7 @@ class TorchRuntime(EmbeddedRuntime):
     narrower = "--quantize int8 or int4"
     float32_scales = True
     rounds_fp8_inputs = True
+    devices = ("cpu", "cuda")
     gpu_limits = GPU_LIMITS
 
     def matrix_speed(self) -> tuple[float, float]:
@@ -111,10 +112,11 @@ class TorchRuntime(EmbeddedRuntime):
         gpu = visible_gpu()
         return gpu is not None and round(10 * float(gpu.capability)) >= FIRST_FP8
 
-    def device(self, asked: Device | None = None) -> Device:
-        return asked or "cuda"
+    def device(self, asked: DeviceName | None = None) -> Device:
+        return "cpu" if asked == "cpu" else "cuda"
 
     def plan(self, config: CheckpointConfig, spec: BuildSpec) -> TorchPlan:
+        self.require_device(spec)
         version, device = _torch_version(), self.device(spec.device)
         if device == "cuda" and family(config.architecture).decoder(config).latent is not None:
             raise UnsupportedModelError(

@@ -15,7 +15,7 @@ from trtserve.executor.vllm.arguments import kv_per_token, shape_of
 from trtserve.executor.vllm.installation import VARIABLE, VllmInstallation, find_installation
 from trtserve.nvidia.releases import LAST_WITH_ENGINES
 from trtserve.specs import BuildSpec, ConvertSpec
-from trtserve.specs.build import Device
+from trtserve.specs.build import Device, DeviceName
 from trtserve.specs.runtime import CPU_LIMITS, GPU_LIMITS, EngineNeeds, Runtime, resolve_limits
 from trtserve.specs.settings import put_setting, setting_value
 
@@ -45,12 +45,13 @@ class VllmRuntime(Runtime):
     requirements = frozenset({"triton", "vllm"})
     folder_loader = "vLLM"
     folder_as_engine = True
+    devices = ("cpu", "cuda")
     gpu_limits = GPU_LIMITS
 
-    def device(self, asked: Device | None = None, *, python: str | None = None) -> Device:
+    def device(self, asked: DeviceName | None = None, *, python: str | None = None) -> Device:
         """Return the device that is asked for, else the one that the vLLM here, or of `python`, is for, else a GPU."""
         if asked is not None:
-            return asked
+            return "cpu" if asked == "cpu" else "cuda"
         with suppress(MissingDependencyError):
             found = find_installation(os.environ.get(VARIABLE) or python)
             return "cpu" if found is not None and found.on_cpu else "cuda"
@@ -89,7 +90,8 @@ def vllm_engine_config(
         installation.require_architecture(str((hf.get("architectures") or ["None"])[0]), pools=pools)
     shape = shape_of(hf, dtype=convert.dtype, tp_size=convert.tp_size, pp_size=convert.pp_size)
     shape["mapping"]["moe_ep_size"] = convert.moe_ep_size or 1
-    device: Device = build.device or ("cpu" if installation.on_cpu else "cuda")
+    VllmRuntime().require_device(build)
+    device: Device = "cpu" if (build.device or ("cpu" if installation.on_cpu else "cuda")) == "cpu" else "cuda"
     limits = resolve_limits(
         EngineConfig.of({"pretrained_config": shape}).model, build, CPU_LIMITS if device == "cpu" else GPU_LIMITS
     )
