@@ -285,6 +285,26 @@ def test_servers_are_asked_whether_they_are_ready(monkeypatch: pytest.MonkeyPatc
     assert asyncio.run(look()) == [("ready", True), ("down", False), ("ready", True), ("down", False)]
 
 
+@pytest.mark.parametrize(("streams", "state"), [(True, "ready"), (False, "down")])
+def test_a_server_that_is_too_busy_to_say_that_it_is_ready_is_not_lost_while_its_answers_go_on(
+    streams: bool, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "_PROBE_PAUSE", 0.0)
+    monkeypatch.setattr(replicas, "_PROBE_SECONDS", 0.01)
+    both = Replicas(Endpoint(), [ReplicaAddress(host="second", grpc_port=1)], shared=SharedState(2))
+    second = both._all[1]
+
+    class Busy:
+        async def model_names(self) -> None:
+            if streams:
+                second.hear()
+            await asyncio.Event().wait()
+
+    second.__dict__["client"] = Busy()
+    asyncio.run(both._probe(second, {"tensorrt_llm"}))
+    assert both.state(second) == state
+
+
 def test_replicas_are_drained_added_and_removed_by_all_processes(tmp_path: Path) -> None:
     shared = SharedState(2, tmp_path)
     one, two = (Replicas(Endpoint(), shared=shared, process=process) for process in range(2))

@@ -132,6 +132,7 @@ class _Passage:
         call = replica.client.raw_call(self._method, self._feed(), metadata=metadata, timeout=context.time_remaining())
         try:
             async for answer in call:
+                replica.hear()
                 self._settle()
                 self._spoken(answered=1)
                 await context.write(answer)

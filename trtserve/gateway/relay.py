@@ -116,9 +116,10 @@ class Relay:
         watch = asyncio.create_task(end_with_client(receive, exchange.task))
         listening, begun = True, False
 
-        async def to_client(message: Message) -> None:
+        async def to_client(replica: Replica, message: Message) -> None:
             nonlocal begun
             begun = True
+            replica.hear()
             if listening:
                 await send(message)
 
@@ -129,7 +130,7 @@ class Relay:
                 async with replica.http.send(scope["method"], target.path, checked.content, passed_on) as response:
                     if response.status == _UNAVAILABLE and self._replicas.several:
                         raise UnansweredError(RefusedError(_UNAVAILABLE, await _reason(response)))
-                    await _answer(response, own_id, to_client, stopwatch)
+                    await _answer(response, own_id, partial(to_client, replica), stopwatch)
             except SilentError as error:
                 raise UnansweredError(error) from error
 

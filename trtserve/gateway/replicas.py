@@ -7,6 +7,7 @@ import logging
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trtserve.client.endpoint import Endpoint, UnavailableError
 from trtserve.client.grpc_transport import GrpcTransport
@@ -90,6 +92,8 @@ class SharedState:
         """Requests that each process has on each replica."""
         self.down = shared_array((MOST_REPLICAS,), np.bool_)
         """Replicas that did not answer the last time that the first process asked."""
+        self.heard = shared_array((MOST_REPLICAS,), np.float64)
+        """When each replica sent the latest piece of an answer, in seconds of the monotonic clock."""
         self.requests = shared_array((processes,), np.int32)
         """Requests of each process."""
 
@@ -112,6 +116,8 @@ class Replica:
     address: ReplicaAddress
     endpoint: Endpoint
     timeout: float
+    heard: NDArray[np.float64]
+    """Its entry in the shared state."""
     http: TritonHttp | None = None
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while it does not answer."""
@@ -120,6 +126,10 @@ class Replica:
     def client(self) -> GrpcTransport:
         """The gRPC connection, which belongs to the event loop that asks for it first."""
         return GrpcTransport(self.endpoint, timeout=self.timeout)
+
+    def hear(self) -> None:
+        """Note that a piece of an answer came, so that one which is only slow does not count as lost."""
+        self.heard[0] = time.monotonic()
 
     async def close(self) -> None:
         """Close the connections."""
@@ -301,12 +311,14 @@ class Replicas:
                 task.cancel()
 
     async def _probe(self, replica: Replica, needed: Collection[str]) -> None:
+        began = time.monotonic()
         try:
             ready = await asyncio.wait_for(_says_ready(replica, needed), _PROBE_SECONDS)
         except Exception as error:  # noqa: BLE001 - whatever it is, the copy did not say that it is ready
             if not isinstance(error, (TrtserveError, asyncio.TimeoutError)):
                 _LOG.warning("replica %s could not be asked whether it is ready: %r", replica.address.name, error)
-            ready = False
+            # With many streams it, or this process, may be too busy to answer in time.
+            ready = isinstance(error, asyncio.TimeoutError) and replica.heard[0] >= began
         self._shared.down[replica.number] = not ready
         self._note(replica, down=not ready)
         await asyncio.sleep(max(_PROBE_PAUSE, len(self._all) / 200))
@@ -357,7 +369,8 @@ class Replicas:
                     self.balancer.forget(number)
                     self.balancer.answered(number)
                     self._shared.down[number] = False
-                self._all[number] = Replica(number, address, endpoint, self._timeout, self._http(address))
+                heard = self._shared.heard[number : number + 1]
+                self._all[number] = Replica(number, address, endpoint, self._timeout, heard, self._http(address))
             else:
                 known.address = address
         self._close_some()

@@ -261,10 +261,10 @@ class EngineCall:
 
     async def _read_of(self, replica: Replica) -> None:
         self._client = replica.client
-        await self._read_from(replica.client, self._request)
+        await self._read_from(replica, self._request)
 
-    async def _read_from(self, client: GrpcTransport, request: EngineRequest) -> None:
-        replies = client.infer(
+    async def _read_from(self, replica: Replica, request: EngineRequest) -> None:
+        replies = replica.client.infer(
             ModelRequest(
                 model=self._served.model,
                 tensors=list(request.tensors.values()),
@@ -277,12 +277,13 @@ class EngineCall:
         try:
             async for reply in replies:
                 self._begun = True
+                replica.hear()
                 self._arrived.append(reply)
                 self._wake()
         except RequestError as error:
             if request.adapter is None or "lora_weights" in request.tensors or NOT_CACHED not in error.message:
                 raise
-            await self._read_from(client, with_adapter_weights(self._served, request))
+            await self._read_from(replica, with_adapter_weights(self._served, request))
 
     async def _stop(self) -> None:
         core, client = self._served.core, self._client
