@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -13,17 +12,18 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("[!t]*.py"))  # 
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[path.name for path in EXAMPLES])
-def test_an_example_without_arguments_explains_itself(example: Path, tmp_path: Path) -> None:
-    assert example.is_file()
-    found = subprocess.run(
-        [sys.executable, str(example)],
-        env={**os.environ, "TRTSERVE_HOME": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert found.returncode in (0, 1, 2)  # 0 if a server of this machine answers at the usual port
-    assert "Traceback" not in found.stderr
-    assert found.returncode == 0 or found.stderr.strip()
+def test_an_example_without_arguments_explains_itself(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRTSERVE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(example)])
+    try:
+        runpy.run_path(str(example), run_name="__main__")
+        code: object = 0
+    except SystemExit as ended:
+        code = ended.code
+    printed = capsys.readouterr().err
+    # A server of this machine may answer at the usual port. Python prints what is no number, and ends with 1.
+    assert code in (None, 0, 1, 2) or isinstance(code, str)
+    assert code in (None, 0) or printed.strip() or isinstance(code, str)

@@ -14,7 +14,7 @@ KILLS = int(os.environ.get("TRTSERVE_KILLS", "4"))
 
 
 def test_a_killed_conversion_can_be_repeated_and_leaves_nothing(tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path / "hf", dtype="float16", vocab_size=8000)
+    model = write_tiny_model(tmp_path / "hf", dtype="float16", vocab_size=2000)
     result = subprocess.run(
         [sys.executable, "-m", "tests.support.killed_conversion", str(model), str(tmp_path / "work"), str(KILLS)],
         capture_output=True,

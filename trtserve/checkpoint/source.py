@@ -214,8 +214,11 @@ def same_values(one: SourceTensor, other: SourceTensor) -> bool:
         )
 
 
+_VISION = re.compile("|".join(map(fnmatch.translate, VISION)))
+
+
 def vision_tensors(sources: Mapping[str, SourceTensor]) -> list[SourceTensor]:
-    return [tensor for name, tensor in sources.items() if any(fnmatch.fnmatchcase(name, kind) for kind in VISION)]
+    return [tensor for name, tensor in sources.items() if _VISION.match(name)]
 
 
 def vision_bytes(sources: Mapping[str, SourceTensor]) -> int:

@@ -6,6 +6,7 @@ A checkpoint is `config.json` and one `rankN.safetensors` per rank.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,7 @@ class ConversionPlan:
         """The Checkpoint that `run` returns; it need not exist yet."""
         return Checkpoint(path=self.path, manifest=self.manifest)
 
-    @property
+    @cached_property
     def manifest(self) -> Manifest:
         """Manifest of the checkpoint; a run adds what it measures."""
         settings, tools, facts = self.work.recorded()

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -122,12 +123,17 @@ class OwnConversion:
             seconds=expected_seconds(read_rates(store), "convert", self.source_bytes),
         )
 
+    @cached_property
+    def loading(self) -> list[str]:
+        """The releases of TensorRT-LLM that load the checkpoint of a model without --trtllm-version."""
+        return loading_releases(self.config)
+
     @property
     def releases(self) -> str:
         """The releases of TensorRT-LLM that load the checkpoint: one, a range, or "(no release)"."""
         if self.spec.trtllm_version is not None:
             return self.spec.trtllm_version
-        found = loading_releases(self.config)
+        found = self.loading
         return f"{found[0]} … {found[-1]}" if found else "(no release)"
 
     def command(self, folder: Path) -> None:
@@ -356,14 +362,15 @@ def _without_unused(
 
 def _own_settings(spec: ConvertSpec) -> dict[str, Any]:
     """Settings of our own converter that decide the checkpoint."""
-    later = [key for key in _LATER_SETTINGS if getattr(spec, key) != getattr(ConvertSpec(), key)]
+    default = ConvertSpec()
+    later = [key for key in _LATER_SETTINGS if getattr(spec, key) != getattr(default, key)]
     settings = {**asdict(spec), "ignore_tensors": list(spec.ignore_tensors)}
     return {key: value for key, value in settings.items() if key in (*_OWN_SETTINGS, *later)}
 
 
 def _report_releases(plan: OwnConversion, progress: Progress) -> None:
     """Report releases of TensorRT-LLM that do not load a checkpoint which is made for all of them."""
-    served, others = loading_releases(plan.config), loading_releases(plan.config, named_in=RELEASES[0])
+    served, others = plan.loading, loading_releases(plan.config, named_in=RELEASES[0])
     if plan.config.superset:
         progress.step(
             f"This checkpoint is for the runtimes openvino and torch: TensorRT-LLM's format lacks "
