@@ -94,6 +94,22 @@ def test_log_probs_and_the_most_likely_tokens(executor: Executor) -> None:
     result = answer_of(executor, asked).result
     assert (result.log_probs, result.cum_log_probs) == ([[-0.5, -0.5]], [-1.0])
     assert result.top_log_probs == [[(2, -0.5), (3, -1.5)], [(3, -0.5), (4, -1.5)]]
+    asked = request(98, max_tokens=2, streaming=True, end_id=0, output={"return_log_probs": True})
+    asked.top_log_probs = 1
+    (responses,) = collect(executor, [executor.enqueue_request(asked)]).values()  # 99, and the end
+    assert [each.result.top_log_probs for each in responses] == [[[(99, -0.5)]], []]
+    assert [each.result.log_probs for each in responses] == [[[-0.5]], [[-0.5]]]
+
+
+def test_a_stream_interval_puts_tokens_that_come_together_into_one_response(tmp_path: Path) -> None:
+    with start(counting_engine(tmp_path, arguments={"stream_interval": 2})) as executor:
+        assert tokens(executor, request(1, 2, streaming=True)) == [[3, 4], [5, 6], [7]]
+        assert tokens(executor, request(1, 2, streaming=True, stop_words=[[3, 4, 5]])) == [[3, 4], [5]]
+        assert tokens(executor, request(1, 2, streaming=True, end_id=6)) == [[3, 4], [5]]
+        asked = request(1, streaming=True, max_tokens=3, output={"return_log_probs": True})
+        asked.top_log_probs = 1
+        (responses,) = collect(executor, [executor.enqueue_request(asked)]).values()
+        assert [each.result.top_log_probs for each in responses] == [[[(2, -0.5)], [(3, -0.5)]], [[(4, -0.5)]]]
 
 
 def test_metrics_of_requests_and_iterations(executor: Executor) -> None:

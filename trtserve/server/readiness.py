@@ -39,6 +39,8 @@ _TRITON_FAILED = "error: creating server: "
 _LONGEST = 60.0
 _LEAST_WORK = 1.0
 _HALTED = 3.0
+# A look takes processor time that loading models need: the longer they take, the rarer it is.
+_PART, _LONGEST_POLL = 0.02, 0.5
 
 
 def wait_for_all(
@@ -51,7 +53,7 @@ def wait_for_all(
     Raises ServerStartError when an instance or one of its ranks ends, and after `timeout` seconds, with the rank that
     is missing.
     """
-    deadline = time.monotonic() + timeout
+    begin = time.monotonic()
     pairs = zip(server.instances, plan.instances, strict=True)
     # Models of other programs may wait for anything while they load, so only ours are judged.
     own = frozenset(path.parents[1].name for path in plan.repository.path.glob(f"*/*/{PACKAGE}"))
@@ -72,8 +74,9 @@ def wait_for_all(
                 return
             if interrupted():
                 raise KeyboardInterrupt
-            time.sleep(READY_POLL)
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - begin
+            time.sleep(min(max(READY_POLL, _PART * waited), _LONGEST_POLL))
+            if waited > timeout:
                 raise waiting[0].timeout_error(timeout)
 
 

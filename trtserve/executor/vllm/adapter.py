@@ -197,8 +197,13 @@ class VllmOutput(msgspec.Struct):
 class OpenRequest:
     """A request that vLLM works on, and the outputs that it becomes."""
 
-    def __init__(self, number: int, request: GenerationRequest, max_tokens: int, *, tokens_per_block: int) -> None:
-        """`max_tokens`: what the request asks for, or fewer if its sequences would become too long."""
+    def __init__(
+        self, number: int, request: GenerationRequest, max_tokens: int, *, tokens_per_block: int, joins: bool = False
+    ) -> None:
+        """`max_tokens`: what the request asks for, or fewer if its sequences would become too long.
+
+        `joins`: tokens of a stream that vLLM gives together make one response, instead of one each.
+        """
         self.request = request
         prompt, words = as_tokens(request.tokens), [tuple(word) for word in request.stop_words if word]
         first = Sequence(
@@ -209,6 +214,7 @@ class OpenRequest:
             stop_words=StopWords(words, prompt) if words else None,
             group=RequestGroup(request.num_sequences, request.num_sequences),
             streaming=request.streaming,
+            single_step=joins,
             return_all=request.return_all_tokens,
             exclude_input=request.exclude_input,
             client_id=request.client_id,
@@ -252,7 +258,7 @@ class OpenRequest:
         return made
 
     def _advance(self, sequence: Sequence, part: OutputSequence, news: VllmOutput) -> list[RequestOutput]:
-        """Return one output for each token of a stream, or one at the end."""
+        """Return one output for each token of a stream, or for those that came together, or one at the end."""
         reason, tops = FinishReason.NOT_FINISHED, self._tops[sequence.index]
         for position, token in enumerate(part.tokens):
             own = part.log_probs[position] if part.log_probs is not None else math.nan
@@ -273,7 +279,7 @@ class OpenRequest:
             output.prompt_tokens = news.prompt_tokens
             output.prompt_log_probs = None if place else self._prompt
             if self.request.top_log_probs:
-                output.top_log_probs = tops[place : place + 1] if sequence.streaming else tops
+                output.top_log_probs = tops[place : place + 1 if len(made) > 1 else None]
         return made
 
     def _measure(self, sequence: Sequence, news: VllmOutput) -> None:

@@ -209,6 +209,7 @@ class VllmEngine(VllmProcess):
         self.mailbox = Mailbox()
         self._adapters = adapters
         self._guides = options.guides is not None
+        self._joins = arguments.get("stream_interval", 1) > 1
         self._max_queue_size = options.max_queue_size
         self._deadlines: dict[int, float] = {}
         super().__init__(python, arguments, adapters.all(), followers=followers)
@@ -293,8 +294,14 @@ class VllmEngine(VllmProcess):
                     continue
                 if request.time_limit is not None:
                     self._deadlines[number] = time.monotonic() + request.time_limit
-                max_tokens, size = asked["sampling"]["max_tokens"], self._tokens_per_block
-                self._submit(number, OpenRequest(number, request, max_tokens, tokens_per_block=size), asked)
+                opened = OpenRequest(
+                    number,
+                    request,
+                    asked["sampling"]["max_tokens"],
+                    tokens_per_block=self._tokens_per_block,
+                    joins=self._joins,
+                )
+                self._submit(number, opened, asked)
         if refused:
             self.mailbox.deliver(refused)
         return ids

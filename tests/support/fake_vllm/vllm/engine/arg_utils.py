@@ -39,6 +39,7 @@ class EngineArgs:
     master_port: int = 0
     disable_log_stats: bool = False
     runner: str = "auto"
+    stream_interval: int = 1
 
     def create_engine_config(self, *, headless: bool) -> EngineArgs:
         assert headless
