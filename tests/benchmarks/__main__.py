@@ -33,6 +33,7 @@ BENCHMARKS = (
     "plan",
     "demo",
     "tune",
+    "landscapes",
     "fleet",
     "strangers",
 )

@@ -290,8 +290,9 @@ OVERHEAD = 0.3
 class LandscapeBench(Bench):
     """Servers of a landscape, whose time is virtual."""
 
-    def __init__(self, landscape: Landscape, seed: int) -> None:
-        self.landscape, self.random = landscape, np.random.default_rng([7, seed])
+    def __init__(self, landscape: Landscape, seed: int, *, equal: bool = False) -> None:
+        """With `equal` every configuration is the file's own one, whatever it is called."""
+        self.landscape, self.equal, self.random = landscape, equal, np.random.default_rng([7, seed])
         self.clock, self.built, self.running = 0.0, set[Values](), None
 
     def stop(self) -> None:
@@ -303,7 +304,8 @@ class LandscapeBench(Bench):
             self.clock += landscape.start + (0.0 if plan in self.built else landscape.build)
             self.running = plan
             self.built.add(plan)
-        report = landscape.serve(landscape.shapes[plan], spec.concurrency or 8, spec.num_requests, self.random)
+        shape = landscape.shapes[() if self.equal else plan]
+        report = landscape.serve(shape, spec.concurrency or 8, spec.num_requests, self.random)
         self.clock += OVERHEAD + report.statistics.total_latency_ms / 1000
         return report
 
@@ -319,7 +321,6 @@ class VirtualTrials(Trials):
 class Score:
     """How good a search was."""
 
-    case: str
     found: float
     """True rate of what was found ÷ the best true rate; 0 if it misses the goal."""
     own: float | None
@@ -332,8 +333,8 @@ class Score:
     search: Search
 
 
-def score(landscape: Landscape, goal: str, *, seed: int, case: str = "", budget: float = 0.2) -> Score:
-    """Search a landscape within a part of the sweep's time."""
+def score(landscape: Landscape, goal: str, *, seed: int, budget: float = 0.2, equal: bool = False) -> Score:
+    """Search a landscape, or one of equals, within a part of the sweep's time."""
     candidates = tuple(
         Candidate(values=values, plan=cast(Any, values), server=ServerSpec(), shape=shape)
         for values, shape in landscape.shapes.items()
@@ -346,7 +347,7 @@ def score(landscape: Landscape, goal: str, *, seed: int, case: str = "", budget:
         current={},
         refused={},
     )
-    bench = LandscapeBench(landscape, seed)
+    bench = LandscapeBench(landscape, seed, equal=equal)
     spec = BenchSpec(
         num_requests=192,
         input_mean=landscape.prompt,
@@ -369,7 +370,6 @@ def score(landscape: Landscape, goal: str, *, seed: int, case: str = "", budget:
     lane = None if outcome.best is None else (outcome.best.candidate.values, outcome.best.load)
     found = 0.0 if lane is None or misses[lane] > SLACK - 1 else rates[lane]
     return Score(
-        case=case or goal,
         found=found / best,
         own=own and found / own,
         time=bench.clock / landscape.sweep_seconds,

@@ -1,14 +1,13 @@
 """Which of several candidates is best, from noisy runs: a candidate is out when it is significantly worse.
 
 Knows numbers and names only. Runs of one candidate differ by more than each run shows, so the spread between runs is
-pooled over all candidates with repeated runs. While few were repeated, the allowance of `bench compare` counts as well.
-All statements of one race hold together with 95 % (Bonferroni).
+pooled over all candidates with repeated runs. It is at least about the allowance of `bench compare` while few were
+repeated. All statements of one race hold together with 95 % (Bonferroni).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Generic, TypeVar
@@ -17,6 +16,8 @@ from trtserve.bench.compare import DRIFT
 from trtserve.bench.statistics import LEVEL, Interval, t_quantile
 
 Name = TypeVar("Name")
+SURE = 0.98
+"""Level at which a winner replaces what it was compared with: at 95 %, three of a hundred equals did."""
 _ASSUMED = (DRIFT / 2) ** 2
 """Variance of the logarithm of a run's mean, until runs were repeated."""
 _ASSUMED_DEGREES = 8
@@ -51,19 +52,20 @@ class Race(Generic[Name]):
         """The candidate with the highest mean; of equal ones the first."""
         return max(self.runs, key=self.mean)
 
-    def difference(self, name: Name, other: Name) -> Interval:
+    def difference(self, name: Name, other: Name, level: float = LEVEL) -> Interval:
         """Return the interval of how much better `name` is than `other`, as a part of the latter."""
-        variance, degrees = _spread(self.runs)
         within = fmean(run.error**2 for each in (name, other) for run in self.runs[each])
-        counts = len(self.runs[name]), len(self.runs[other])
-        error = math.sqrt(max(variance, within) * sum(1 / count for count in counts))
-        half = t_quantile(1 - (1 - LEVEL) / (2 * max(1, self.comparisons)), degrees) * error
+        errors = math.sqrt(sum(1 / len(self.runs[each]) for each in (name, other)))
+        quantile = 1 - (1 - level) / (2 * max(1, self.comparisons))
+        half = errors * max(
+            t_quantile(quantile, degrees) * math.sqrt(max(variance, within)) for variance, degrees in self._spreads()
+        )
         middle = math.log(self.mean(name) / self.mean(other))
         return math.expm1(middle - half), math.expm1(middle + half)
 
-    def beats(self, name: Name, other: Name) -> bool:
+    def beats(self, name: Name, other: Name, level: float = LEVEL) -> bool:
         """Return whether `name` is better beyond the uncertainty."""
-        return name != other and self.difference(name, other)[0] > 0
+        return name != other and self.difference(name, other, level)[0] > 0
 
     def survivors(self) -> list[Name]:
         """Return the candidates that the leader does not beat, best first."""
@@ -71,14 +73,16 @@ class Race(Generic[Name]):
         left = [name for name in self.runs if not self.beats(leader, name)]
         return sorted(left, key=self.mean, reverse=True)
 
+    def _spreads(self) -> list[tuple[float, int]]:
+        """Return variance and degrees of freedom of the logarithms of runs around the means of their candidates.
 
-def _spread(runs: Mapping[Name, Sequence[Run]]) -> tuple[float, int]:
-    """Return variance and degrees of freedom of the logarithms of runs around the means of their candidates."""
-    total, degrees = 0.0, 0
-    for each in runs.values():
-        logs = [math.log(run.value) for run in each]
-        total += sum((value - fmean(logs)) ** 2 for value in logs)
-        degrees += len(logs) - 1
-    if degrees and total / degrees > _ASSUMED:
-        return total / degrees, degrees
-    return (total + _ASSUMED * _ASSUMED_DEGREES) / (degrees + _ASSUMED_DEGREES), degrees + _ASSUMED_DEGREES
+        That is once as they are, and once with the assumed ones. A few runs may agree by luck, so the wider interval
+        of the two counts.
+        """
+        total, degrees = 0.0, 0
+        for each in self.runs.values():
+            logs = [math.log(run.value) for run in each]
+            total += sum((value - fmean(logs)) ** 2 for value in logs)
+            degrees += len(logs) - 1
+        assumed = (total + _ASSUMED * _ASSUMED_DEGREES) / (degrees + _ASSUMED_DEGREES), degrees + _ASSUMED_DEGREES
+        return [assumed, (total / degrees, degrees)] if degrees else [assumed]

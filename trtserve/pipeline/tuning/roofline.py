@@ -31,7 +31,7 @@ _GUESS = 1.0
 """The same where it was not."""
 _KINDS = 0.5
 """How much weights of different kinds of engines differ, as a part of that."""
-_STALE = 0.1
+_STALE = 0.2
 """Change of the logarithm of a weight after which the engine in virtual time serves again."""
 _PASSES = 2
 _REACH = np.array([1.2, 2.0, 1.2])

@@ -20,6 +20,7 @@ from statistics import NormalDist, fmean
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trtserve.bench.report import BenchReport
 from trtserve.bench.statistics import Interval
@@ -28,7 +29,7 @@ from trtserve.errors import TrtserveError, UsageError, counted
 from trtserve.files import optional_json_object, write_json
 from trtserve.pipeline.import_spec import as_json
 from trtserve.pipeline.setup_file.content import SearchSetup
-from trtserve.pipeline.tuning.race import Race, Run
+from trtserve.pipeline.tuning.race import SURE, Race, Run
 from trtserve.pipeline.tuning.roofline import ASSUMED, MachineSpeed, SpeedModel
 from trtserve.pipeline.tuning.space import Space, Values, words
 from trtserve.pipeline.tuning.trials import Bench, Trial, Trials
@@ -42,6 +43,8 @@ UNITS = {"throughput": "tokens/s", "requests": "requests/s"}
 _RACERS = 3
 """The most that race, besides the file's own configuration."""
 _ROUNDS = 3
+_MORE_ROUNDS = 5
+"""Rounds in which the best one races the file's own configuration until one of them is surely better."""
 _SHORT = 2
 """A trial that explores has this part of the requests."""
 _FEWEST = 24
@@ -53,6 +56,10 @@ _LIKELY = 0.5
 """How likely a lane must meet the goal to race."""
 _GAIN = 0.003
 """Part of the rate that another trial must promise."""
+_FAR = 3.0
+"""Deviations below the best one at which a lane beside it is ruled out."""
+_UNLIKELY = 0.05
+"""How likely such a lane meets the goal at least."""
 _NORMAL = NormalDist()
 _ALIKE = 0.02
 """Part of the rate by which two lanes must differ for a race between them."""
@@ -263,10 +270,30 @@ class Search:
             if len(self._tried.get(lane, ())) >= _REPEATS:
                 gain[place] = 0.0
         if gain.max() < _GAIN:
-            return None, float(gain.max())
+            # What the terms cannot say may hide a peak: the lanes beside the best one are ruled out first.
+            beside = self._beside(int(best.argmax())) & ~tried & (likely > _UNLIKELY)
+            beside &= rate + _FAR * deviation > best.max()
+            if not np.isfinite(best).any() or not beside.any():
+                return None, float(gain.max())
+            place = int(np.where(beside, rate, -math.inf).argmax())
+            return self._lanes[place], float(gain[place])
         worth = gain / [self._cost(lane, _SHORT, expected) for lane, expected in zip(self._lanes, rate, strict=True)]
         place = int(np.where(gain >= _GAIN, worth, 0.0).argmax())
         return self._lanes[place], float(gain[place])
+
+    def _beside(self, place: int) -> npt.NDArray[np.bool_]:
+        """Return which lanes differ from one lane in one thing, and by one step of it."""
+        shapes = [self._candidates[values].shape for values, _ in self._lanes]
+        loads = [self.offered(load) for _, load in self._lanes]
+        columns: list[list[Any]] = [
+            [each.max_batch_size for each in shapes],
+            [each.max_num_tokens for each in shapes],
+            [each.replicas for each in shapes],
+            [each.rate or each.concurrency for each in loads],
+        ]
+        ranks = [np.unique(column, return_inverse=True)[1] for column in columns]
+        apart = sum((abs(rank - rank[place]) for rank in ranks), np.zeros(len(shapes)))
+        return np.asarray(apart + np.array([each.kind != shapes[place].kind for each in shapes]) == 1)
 
     def _requests(self, load: Values, part: int) -> int:
         """Return the requests of a trial that has one of `part` parts of the whole load, and enough to be steady."""
@@ -335,78 +362,62 @@ class Search:
         """Return the mean rate of a lane's trials."""
         return fmean(self._rate(trial.report) for trial in self._tried[lane])
 
-    def _race(self, races: int) -> bool:
+    def _race(self, races: int) -> bool:  # noqa: C901 - a race, from its start to its end
         """Measure the best lanes again, in turns, and drop those that are significantly worse; return if one wins."""
         racers, own = self._racers()
         if not racers:
-            self._none_meets()
-            return False
-        # Each is compared with the best one after the second round, and after the third.
-        race = Race[Lane](comparisons=max(1, len(racers) - 1) * (_ROUNDS - 1) * races)
-        last = {lane: self._tried[lane][-1] for lane in racers}
+            return self._none_meets()
+        # Each is compared with the best one after every round but the first.
+        race = Race[Lane](comparisons=max(1, len(racers) - 1) * (_MORE_ROUNDS - 1) * races)
+        trials: dict[Lane, list[Trial]] = {lane: [] for lane in racers}
         # The server that runs goes first.
         left = sorted(racers, key=lambda lane: lane[0] != self.trials.done[-1].candidate.values)
-        misses: dict[Lane, list[float]] = {}
-        for turn in range(1, _ROUNDS + 1):
-            if len(left) == 1 and turn > 1:
-                break
-            if not self._affordable(left, max(1, 4 >> turn)):
+        for turn in range(1, _MORE_ROUNDS + 1):
+            part = max(1, 4 >> turn)
+            if not self._affordable(left, part):
                 self.outcome.reasons.append(
                     f"The budget of {self._budget:.0f} s is used; the race had {counted(turn - 1, 'round')}."
                 )
                 break
             # The other way round in every second round, which cancels steady drift.
             for lane in left if turn % 2 else reversed(left):
-                last[lane] = self._trial(lane, self._requests(lane[1], max(1, 4 >> turn)))
-                race.add(lane, self._run(last[lane].report))
-                misses.setdefault(lane, []).append(self._missed(last[lane].report))
+                trials[lane].append(self._trial(lane, self._requests(lane[1], part)))
+                race.add(lane, self._run(trials[lane][-1]))
             if turn == 1:
                 continue  # how far runs of one lane differ is not known yet
-            left = [lane for lane in race.survivors() if lane in left and self._holds(misses[lane])] or left[:1]
-            if len(left) > 1 and own not in left:
-                break  # which of those is best makes no difference that can be seen
-        if not race.runs:
-            race, left, misses = self._explored_race(racers, own)
-        return self._decide(race, left, own, last, misses)
+            left = [lane for lane in race.survivors() if lane in left and self._holds(trials[lane])] or left[:1]
+            if own is None or own in left:
+                if own is None or turn >= _ROUNDS or len(left) == 1:
+                    break
+            elif race.beats(left[0], own, SURE) or not self._holds(trials[own]):
+                break  # which of those that are left is best makes no difference that can be seen
+            else:
+                left = [left[0], own]  # better, but not yet surely
+        if not race.runs:  # no time was left: what explored decides, where it is far better
+            race, trials = Race(comparisons=len(self._tried)), {lane: self._tried[lane] for lane in racers}
+            for lane in racers:
+                for trial in trials[lane]:
+                    race.add(lane, self._run(trial))
+            left = [lane for lane in racers if lane == own or own is None or race.beats(lane, own, SURE)]
+        left = [lane for lane in left if self._holds(trials[lane])]
+        return self._decide(race, left, own, trials) if left else self._none_meets()
 
-    def _explored_race(
-        self, racers: Sequence[Lane], own: Lane | None
-    ) -> tuple[Race[Lane], list[Lane], dict[Lane, list[float]]]:
-        """Return a race of the trials that explored, where nothing else was measured: the best must be far better."""
-        race = Race[Lane](comparisons=len(self._tried))
-        for lane in racers:
-            for trial in self._tried[lane]:
-                race.add(lane, self._run(trial.report))
-        left = [lane for lane in racers if lane == own or own is None or race.beats(lane, own)]
-        return race, left, {lane: [self._missed(trial.report) for trial in self._tried[lane]] for lane in left}
-
-    @staticmethod
-    def _holds(misses: Sequence[float]) -> bool:
+    def _holds(self, trials: Sequence[Trial]) -> bool:
         """Return whether the goal was met in most of the trials."""
-        return sum(miss == 0 for miss in misses) * 2 >= len(misses)
+        return sum(self._missed(trial.report) == 0 for trial in trials) * 2 >= len(trials) > 0
 
     def _decide(
-        self,
-        race: Race[Lane],
-        left: Sequence[Lane],
-        own: Lane | None,
-        last: Mapping[Lane, Trial],
-        misses: Mapping[Lane, Sequence[float]],
+        self, race: Race[Lane], left: Sequence[Lane], own: Lane | None, trials: Mapping[Lane, Sequence[Trial]]
     ) -> bool:
-        outcome = self.outcome
-        left = [lane for lane in left if self._holds(misses.get(lane, ()))]
-        if not left:
-            self._none_meets()
-            return False
-        winner = max((lane for lane in left), key=race.mean)
+        outcome, winner = self.outcome, max(left, key=race.mean)
         others = [words(lane[0]) or "the file's own" for lane in left if lane != winner]
-        if own is not None and self._holds(misses.get(own, ())):
+        if own is not None and self._holds(trials[own]):
             outcome.own = race.mean(own)
             gain = race.difference(winner, own)
-            if winner != own and winner[0] and gain[0] <= 0:
+            if winner != own and winner[0] and not race.beats(winner, own, SURE):
                 outcome.reasons.append(
-                    f"No difference: {words(winner[0])} is between {gain[0]:+.0%} and {gain[1]:+.0%} of the file's own "
-                    "configuration, which is kept."
+                    f"No sure difference: {words(winner[0])} is between {gain[0]:+.0%} and {gain[1]:+.0%} of the "
+                    "file's own configuration, which is kept."
                 )
                 winner = own
             elif winner[0]:
@@ -415,12 +426,13 @@ class Search:
             outcome.reasons.append("No other configuration is shown to be better than the file's own, which is kept.")
         elif others:
             outcome.reasons.append(f"Not shown to be worse: {'; '.join(others)}.")
-        outcome.best, outcome.value = last[winner], race.mean(winner)
+        outcome.best, outcome.value = trials[winner][-1], race.mean(winner)
         return True
 
-    def _none_meets(self) -> None:
+    def _none_meets(self) -> bool:
         self.outcome.nearest = min(self.trials.done, key=lambda each: self._missed(each.report))
         self.outcome.reasons.append("No lane that was tried meets the goal.")
+        return False
 
     # One trial
 
@@ -478,8 +490,8 @@ class Search:
     def _rate(self, report: BenchReport) -> float:
         return steady_rate(report, self.goal.aim)
 
-    def _run(self, report: BenchReport) -> Run:
-        return Run(value=max(1e-9, self._rate(report)), error=relative_error(report))
+    def _run(self, trial: Trial) -> Run:
+        return Run(value=max(1e-9, self._rate(trial.report)), error=relative_error(trial.report))
 
 
 _LEARNT = ("ttft_mean", "itl_mean")

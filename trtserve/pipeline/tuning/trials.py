@@ -183,13 +183,11 @@ def measure_speed(name: RuntimeName, *, progress: Progress = SILENT) -> tuple[st
     imported = resolve_import(
         DEMO, name="measure", convert=ConvertSpec(), build=build, repository=RepositorySpec(), store=store
     )
-    spec = BenchSpec(
-        num_requests=32, input_mean=16, input_stdev=0, output_mean=_TOKENS, output_stdev=0, calibrate=False
-    )
+    spec = BenchSpec(num_requests=8, input_mean=16, input_stdev=0, output_mean=_TOKENS, output_stdev=0, calibrate=False)
     with Bench("measure-tune", store, progress) as bench:
         plan = plan_import(imported, store=store, progress=progress)
         one, many = (
-            bench.measure(plan, ServerSpec(), replace(spec, concurrency=count, num_requests=32 * count))
+            bench.measure(plan, ServerSpec(), replace(spec, concurrency=count, num_requests=8 * count))
             for count in (1, _MANY)
         )
     # A request alone has all steps for itself, and waits for the engine first; many share the steps.

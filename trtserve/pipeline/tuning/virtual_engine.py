@@ -20,7 +20,7 @@ Terms = npt.NDArray[np.float64]
 """Seconds by what they are spent on; the last two of them are requests that come to the engine, and nothing to do."""
 StepCost = Callable[[int, int, float], tuple[float, ...]]
 """(sequences, tokens of prompts, tokens in the KV cache) of a step → the terms of its cost but for the last two."""
-_MOST = 256
+_MOST = 128
 """Requests of a run: more say little about percentiles."""
 _SEED = 33
 
