@@ -47,6 +47,13 @@ _OWN: dict[str, dict[str, str]] = {
         "post_mlp_layernorm": "post_ffw_norm",
     },
     "hunyuan-dense": {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
+    "gemma4": _AFTER_BOTH
+    | {
+        "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
+        "layer_scalar": "layer_output_scale",
+    },
     "lfm2": {
         "operator_norm": "attn_norm",
         "ffn_norm": "ffn_norm",
@@ -134,7 +141,7 @@ def write_gguf_model(folder: Path, family: str, architecture: str, kind: str, **
     tensors: dict[str, Written] = {}
     stacks: dict[str, list[tuple[str, Array]]] = {}
     for name, values in read_safetensors(plain / "model.safetensors").items():
-        stem, _, ending = name.rpartition(".")
+        stem, _, ending = (name if name.endswith(("weight", "bias", "sinks")) else f"{name}.weight").rpartition(".")
         layer, _, module = stem.removeprefix("model.layers.").partition(".")
         if architecture == "gpt-oss" and any(part in name for part in (".experts.", ".router.", ".sinks")):
             meant[name] = values
@@ -151,7 +158,7 @@ def write_gguf_model(folder: Path, family: str, architecture: str, kind: str, **
             usual = {**_NAMES, "post_attention_layernorm": "ffn_norm"}
             own = f"blk.{layer}." + {**usual, **_OWN.get(architecture, {})}[module]
         chosen = kind if values.ndim > 1 and not own.endswith(_FLOATS) else "F32"
-        shift = np.float32(1 if architecture.startswith("gemma") and own.endswith("norm") else 0)
+        shift = np.float32(1 if architecture in ("gemma", "gemma2", "gemma3") and own.endswith("norm") else 0)
         written, heads = values + shift, 0
         if architecture in _PERMUTED and own.endswith(("attn_q", "attn_k")):
             heads = config["num_attention_heads" if own.endswith("q") else "num_key_value_heads"]
@@ -168,18 +175,32 @@ def write_gguf_model(folder: Path, family: str, architecture: str, kind: str, **
         parts = [(name, stored(values, kind)) for name, values in experts]
         meant |= {name: floats for name, (_, floats) in parts}
         tensors[own] = (len(parts), *experts[0][1].shape), kind, b"".join(content for _, (content, _) in parts)
-    if (config.get("rope_scaling") or {}).get("type") == "longrope":
-        for part in ("short", "long"):
-            factors = np.asarray(config["rope_scaling"][f"{part}_factor"], np.float32)
-            tensors[f"rope_factors_{part}.weight"] = factors.shape, "F32", factors.tobytes()
+    tensors |= _rotations(config, architecture)
     file = write_gguf(folder / f"{family}.gguf", metadata_of(config, architecture), tensors)
     write_safetensors(plain / "model.safetensors", meant)
     return file, plain
 
 
+def _rotations(config: Mapping[str, Any], architecture: str) -> dict[str, Written]:
+    """What the frequencies of pairs are divided by, where the file has it as tensors."""
+    tensors: dict[str, Written] = {}
+    if (config.get("rope_scaling") or {}).get("type") == "longrope":
+        for part in ("short", "long"):
+            factors = np.asarray(config["rope_scaling"][f"{part}_factor"], np.float32)
+            tensors[f"rope_factors_{part}.weight"] = factors.shape, "F32", factors.tobytes()
+    if architecture == "gemma4":  # what the frequencies of layers without a window are divided by
+        pairs = config["global_head_dim"] // 2
+        factors = np.asarray([1.0] * (pairs // 4) + [1e30] * (pairs - pairs // 4), np.float32)
+        tensors["rope_freqs.weight"] = factors.shape, "F32", factors.tobytes()
+    return tensors
+
+
 _OUTER = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
     "model.embedding_norm": "token_embd_norm",
     "lm_head": "output",
 }
@@ -281,6 +302,23 @@ def _kinds_of_layers(config: Mapping[str, Any], architecture: str) -> dict[str, 
         return {
             "lfm2.attention.head_count_kv": [heads if each else 0 for each in attending],
             "lfm2.attention.layer_norm_rms_epsilon": config["norm_eps"],
+        }
+    if architecture == "gemma4":
+        slides = [kind == "sliding_attention" for kind in kinds]
+        shared, inner = config["num_kv_shared_layers"], config["intermediate_size"]
+        first = len(kinds) - shared
+        wide = [inner * (2 if layer >= first else 1) for layer in range(len(kinds))]
+        of_full = config.get("num_global_key_value_heads") or heads
+        return {
+            "gemma4.attention.sliding_window_pattern": slides,
+            "gemma4.attention.shared_kv_layers": shared,
+            "gemma4.attention.key_length": config["global_head_dim"],
+            "gemma4.attention.key_length_swa": config["head_dim"],
+            "gemma4.embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+            "gemma4.rope.freq_base": 1e6,
+            "gemma4.rope.freq_base_swa": 1e4,
+            **({"gemma4.feed_forward_length": wide} if config.get("use_double_wide_mlp") else {}),
+            **({"gemma4.attention.head_count_kv": [heads if each else of_full for each in slides]} if of_full else {}),
         }
     if architecture == "exaone4" and config.get("sliding_window"):
         return {"exaone4.attention.sliding_window_pattern": [kind == "sliding_attention" for kind in kinds]}

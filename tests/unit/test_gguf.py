@@ -46,6 +46,20 @@ MODELS: list[tuple[str, str, str, dict[str, Any]]] = [
         "Q4_0",
         {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window_pattern": 6, "layer_types": None},
     ),
+    ("gemma4", "gemma4", "Q8_0", {"head_dim": 32, "hidden_size_per_layer_input": 32}),
+    (
+        "gemma4",
+        "gemma4",
+        "Q4_0",
+        {
+            "head_dim": 32,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "use_double_wide_mlp": False,
+        },
+    ),
     ("phi3", "phi3", "Q8_0", {}),
     ("phi3_long", "phi3", "Q8_0", {"hidden_size": 64}),
     ("qwen2_moe", "qwen2moe", "Q8_0", {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}),
@@ -225,6 +239,38 @@ def test_sentencepiece_merges_by_score(tmp_path: Path) -> None:
     assert made.encode("ab")[0] == 1  # <s>
     assert made.decode(made.encode("abc ab"), skip_special_tokens=True) == "abc ab"
     assert made.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False) == "ab"
+
+
+def test_gemma_4_merges_as_listed_and_adds_no_space(tmp_path: Path) -> None:
+    """Its published tokenizer is such a BPE: spaces become ▁, bytes stand for what has no token."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += ["▁", "a", "b", "c", "bc", "ab", "abc", "▁a", "▁ab"]
+    merges = [("a", "b"), ("b", "c"), ("▁", "ab"), ("ab", "c")]
+    model = models.BPE(
+        {token: number for number, token in enumerate(tokens)},
+        merges,
+        unk_token="<unk>",
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    original = Tokenizer(model)
+    original.normalizer = normalizers.Replace(" ", "▁")
+    original.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
+        "tokenizer.ggml.token_type": [3, 3, 3, 2, *[6] * 256, *[1] * 9],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    made = tokenizer(tmp_path, metadata)
+    for each in ("abc", "ab abc", " a é", "bc  b"):
+        assert made.encode(each) == [2, *original.encode(each).ids], each
+        assert made.decode(made.encode(each), skip_special_tokens=True) == each
 
 
 # Where blocks have float16 numbers; 0 for the others.

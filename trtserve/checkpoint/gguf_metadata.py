@@ -72,6 +72,22 @@ FAMILIES = {
     "gemma": GgufFamily(architecture="GemmaForCausalLM", model_type="gemma", **_GEMMA),
     "gemma2": GgufFamily(architecture="Gemma2ForCausalLM", model_type="gemma2", modules=_SANDWICH, **_GEMMA),
     "gemma3": GgufFamily(architecture="Gemma3ForCausalLM", model_type="gemma3_text", modules=_SANDWICH, **_GEMMA),
+    "gemma4": GgufFamily(
+        architecture="Gemma4ForCausalLM",
+        model_type="gemma4_text",
+        modules={
+            **_SANDWICH,
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+            "layer_output_scale": "layer_scalar",
+        },
+        outer={
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+    ),
     "phi3": GgufFamily(
         architecture="Phi3ForCausalLM",
         model_type="phi3",
@@ -257,9 +273,27 @@ class Metadata:
             )
         return listed
 
+    def smallest(self, key: str) -> int:
+        """Return a size that some files list for each layer: the smallest of them."""
+        listed = self.file.metadata.get(f"{self.architecture}.{key}")
+        if not isinstance(listed, list):
+            return self.size(key)
+        if not listed or any(type(each) is not int or not 0 < each < 1 << 31 for each in listed):
+            raise CorruptFileError(f"{self.file.path}: {self.architecture}.{key} is {listed!r:.80}.", hint=AGAIN)
+        return int(min(listed))
+
+    def sliding_layers(self) -> list[bool]:
+        """Return which layers have a window. Raises UnsupportedModelError when the file does not say it."""
+        pattern = self.get("attention.sliding_window_pattern", list, [])
+        if len(pattern) != self.size("block_count") or any(type(each) is not bool for each in pattern):
+            raise UnsupportedModelError(f"{self.file.path} does not say which layers have a window.", hint=OTHER)
+        return list(pattern)
+
     def kv_heads(self) -> int:
         """Return the heads of keys and values, which some files list for each layer."""
         found = self.kv_heads_of_layers()
+        if self.architecture == "gemma4":
+            return next((heads for heads, slides in zip(found, self.sliding_layers(), strict=True) if slides), found[0])
         without = {0} if self.architecture == "lfm2" else set[int]()
         if len(counts := set(found) - without) != 1:
             raise UnsupportedModelError(f"{self.file.path} has layers with different numbers of heads.", hint=OTHER)

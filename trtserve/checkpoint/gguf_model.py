@@ -18,7 +18,9 @@ _ROPE = "rope_freqs.weight"
 _OF_CONFIG = (_ROPE, "rope_factors_short.weight", "rope_factors_long.weight")
 _MOST_PAIRS = 65_536
 # Whole names in transformers, without `.weight`.
-_WHOLE = ("self_attn.sinks",)
+_WHOLE = ("self_attn.sinks", "layer_scalar")
+# What llama.cpp divides the frequencies by that do not turn.
+_STILL = 1e30
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _MIXTRAL = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
 _MIXTRAL_GATE = {"ffn_gate_inp": "block_sparse_moe.gate"}
@@ -46,7 +48,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "num_hidden_layers": data.size("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": data.kv_heads(),
-        "intermediate_size": data.size("feed_forward_length"),
+        "intermediate_size": data.smallest("feed_forward_length"),
         "max_position_embeddings": data.size("context_length"),
         "rms_norm_eps": data.get("attention.layer_norm_rms_epsilon", float, 1e-5),
         "rope_theta": data.get("rope.freq_base", float, 10000.0),
@@ -99,10 +101,7 @@ def _lfm2(data: Metadata) -> dict[str, Any]:
 def _exaone4(data: Metadata) -> dict[str, Any]:
     if not data.get("attention.sliding_window", int, 0):
         return {"sliding_window": None}
-    pattern = data.get("attention.sliding_window_pattern", list, [])
-    if len(pattern) != data.size("block_count") or any(type(each) is not bool for each in pattern):
-        raise UnsupportedModelError(f"{data.file.path} does not say which layers have a window.", hint=OTHER)
-    return {"layer_types": ["sliding_attention" if each else "full_attention" for each in pattern]}
+    return {"layer_types": ["sliding_attention" if each else "full_attention" for each in data.sliding_layers()]}
 
 
 def _olmo2(data: Metadata) -> dict[str, Any]:
@@ -130,7 +129,38 @@ def _gemma(data: Metadata, head_size: int, share: int) -> dict[str, Any]:
             "sliding_window_pattern": 6,
             "final_logit_softcapping": data.get("final_logit_softcapping", float),
         }
-    return common
+    return common if data.architecture == "gemma" else common | _gemma4(data)
+
+
+def _gemma4(data: Metadata) -> dict[str, Any]:
+    """Return the keys of a Gemma 4; `rope_freqs` says which pairs of the heads without a window turn."""
+    slides, widths = data.sliding_layers(), data.file.metadata.get("gemma4.feed_forward_length")
+    full = [layer for layer, windowed in enumerate(slides) if not windowed]
+    factors = _numbers(data, _ROPE) if _ROPE in data.file.entries else [1.0]
+    if not {*factors} <= {1.0, _STILL} or sorted(factors) != factors:
+        raise UnsupportedModelError(f"{data.file.path} scales its rotary embedding ({_ROPE}).", hint=OTHER)
+    proportional = {"rope_type": "proportional", "partial_rotary_factor": factors.count(1.0) / len(factors)}
+    same = bool(full) and f"blk.{full[0]}.attn_v.weight" not in data.file.entries
+    return {
+        "head_dim": data.size("attention.key_length_swa"),
+        "global_head_dim": data.size("attention.key_length"),
+        "layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in slides],
+        "sliding_window": data.size("attention.sliding_window"),
+        "attention_k_eq_v": same,
+        "num_global_key_value_heads": data.kv_heads_of_layers()[full[0]] if same else None,
+        "num_kv_shared_layers": data.get("attention.shared_kv_layers", int, 0),
+        "use_double_wide_mlp": isinstance(widths, list) and len(set(widths)) > 1,
+        "hidden_size_per_layer_input": data.get("embedding_length_per_layer_input", int, 0),
+        "vocab_size_per_layer_input": data.file.entries["token_embd.weight"].shape[0],
+        "final_logit_softcapping": data.get("final_logit_softcapping", float),
+        "rope_parameters": {
+            "full_attention": proportional | {"rope_theta": data.get("rope.freq_base", float, 1e6)},
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": data.get("rope.freq_base_swa", float, 10000.0),
+            },
+        },
+    }
 
 
 def _numbers(data: Metadata, name: str) -> list[float]:
@@ -147,6 +177,8 @@ def _scaling(data: Metadata, head_size: int, base: float) -> dict[str, Any] | No
     """Return the rotary scaling: of the metadata, or that of Llama 3.1, which llama.cpp keeps as a tensor."""
     kind, factor = data.get("rope.scaling.type", str, "none"), data.get("rope.scaling.factor", float, 1.0)
     original = data.get("rope.scaling.original_context_length", int)
+    if data.architecture == "gemma4" and kind in ("none", "linear") and factor == 1:
+        return None  # see _gemma4
     if _ROPE in data.file.entries:
         return _llama3(data, head_size, base)
     if kind == "longrope" and data.architecture == "phi3":

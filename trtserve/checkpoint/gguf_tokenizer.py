@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,11 +85,12 @@ def tokenizer_of(file: GgufFile) -> dict[str, dict[str, Any]]:
     kind = data.get("tokenizer.ggml.model", str, "none")
     if kind == "gpt2":
         model, begins = _bpe(data, tokens), _words(data).begins
-    elif kind == "llama":
+    elif kind in ("llama", "gemma4"):
         model, begins = _sentencepiece(data, tokens, kinds), True
     else:
         raise UnsupportedModelError(
-            f"{file.path} has a tokenizer of the kind {kind:.80}; gpt2 (BPE) and llama (SentencePiece) are rebuilt.",
+            f"{file.path} has a tokenizer of the kind {kind:.80}; gpt2 (BPE), llama (SentencePiece) and gemma4 are "
+            "rebuilt.",
             hint="Name the folder of the original's tokenizer with --tokenizer.",
         )
     added = [
@@ -156,10 +157,15 @@ def _words(data: Metadata) -> _Words:
     return _WORDS[name]
 
 
-def _bpe(data: Metadata, tokens: Sequence[str]) -> dict[str, Any]:
-    words, merges = _words(data), data.get("tokenizer.ggml.merges", list)
+def _merges(data: Metadata) -> list[list[str]]:
+    merges = data.get("tokenizer.ggml.merges", list)
     if merges is None or not all(isinstance(merge, str) and merge.count(" ") == 1 for merge in merges):
         raise CorruptFileError(f"{data.file.path} has no merges of two tokens each.", hint=AGAIN)
+    return [merge.split(" ") for merge in merges]
+
+
+def _bpe(data: Metadata, tokens: Sequence[str]) -> dict[str, Any]:
+    words, merges = _words(data), _merges(data)
     digits = [{"type": "Digits", "individual_digits": True}] if words.digits else []
     cut = {"type": "Split", "pattern": {"Regex": words.pattern}, "behavior": "Isolated", "invert": False}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -171,7 +177,7 @@ def _bpe(data: Metadata, tokens: Sequence[str]) -> dict[str, Any]:
         "model": {
             "type": "BPE",
             "vocab": {token: number for number, token in enumerate(tokens)},
-            "merges": [merge.split(" ") for merge in merges],
+            "merges": merges,
             "ignore_merges": words.whole_words,
         },
     }
@@ -181,13 +187,12 @@ def _is_finite(score: object) -> bool:
     return isinstance(score, int | float) and math.isfinite(score)
 
 
-def _sentencepiece(data: Metadata, tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, Any]:
-    """Return BPE whose merges have the order of SentencePiece's scores."""
+def _merges_of_scores(data: Metadata, vocabulary: Mapping[str, int], kinds: Sequence[int]) -> list[list[str]]:
+    """Return the merges that make pieces of two others, in the order of their scores."""
     scores = data.get("tokenizer.ggml.scores", list)
-    if scores is None or len(scores) != len(tokens) or not all(map(_is_finite, scores)):
+    if scores is None or len(scores) != len(vocabulary) or not all(map(_is_finite, scores)):
         raise CorruptFileError(f"{data.file.path} has no score for each token.", hint=AGAIN)
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    pieces = {token for token, kind in zip(tokens, kinds, strict=True) if kind == _NORMAL}
+    pieces = {token for token, kind in zip(vocabulary, kinds, strict=True) if kind == _NORMAL}
     merges = [
         (-scores[vocabulary[piece]], vocabulary[piece[:at]], vocabulary[piece[at:]], piece[:at], piece[at:])
         for piece in pieces
@@ -195,7 +200,15 @@ def _sentencepiece(data: Metadata, tokens: Sequence[str], kinds: Sequence[int]) 
         for at in range(1, len(piece))
         if piece[:at] in pieces and piece[at:] in pieces
     ]
-    prefix = data.get("tokenizer.ggml.add_space_prefix", bool, True)
+    return [[left, right] for *_, left, right in sorted(merges)]
+
+
+def _sentencepiece(data: Metadata, tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, Any]:
+    """Return BPE whose merges have the order of SentencePiece's scores; Gemma 4's file has the merges."""
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    listed = data.get("tokenizer.ggml.model", str) == "gemma4"
+    merges = _merges(data) if listed else _merges_of_scores(data, vocabulary, kinds)
+    prefix = data.get("tokenizer.ggml.add_space_prefix", bool, not listed)
     unknown = data.token("unknown")
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     decoders: list[dict[str, Any]] = [
@@ -218,7 +231,7 @@ def _sentencepiece(data: Metadata, tokens: Sequence[str], kinds: Sequence[int]) 
             "fuse_unk": True,
             "byte_fallback": _BYTE in kinds,
             "vocab": vocabulary,
-            "merges": [[left, right] for *_, left, right in sorted(merges)],
+            "merges": merges,
         },
     }
 
