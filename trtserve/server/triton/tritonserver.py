@@ -221,8 +221,7 @@ def came_up(identity: ProcessId, address: Address, log: Path, *, contained: bool
     Raises PortInUseError when another program took a port meanwhile. A `contained` server is not a child of `identity`,
     the client of the container daemon, so whatever answers on its port is taken for it.
     """
-    port = address.triton_http[1]
-    if is_ready(address) and (contained or not listeners(port) or _holds(identity, port)):
+    if is_ready(address) and (contained or _holds(identity, address.triton_http[1]) is not False):
         return True
     if not identity.alive():
         raise start_error(identity, log)
@@ -233,14 +232,15 @@ def came_up(identity: ProcessId, address: Address, log: Path, *, contained: bool
 
 def opened_all_ports(identity: ProcessId, address: Address, *, contained: bool = False) -> bool:
     """Return whether the metrics port is open. Triton opens it last; if it is taken, even a ready server ends."""
-    if contained or not listeners(address.metrics_port):  # the kernel does not show who listens
-        return metrics_page(address) is not None
-    return _holds(identity, address.metrics_port)
+    holds = None if contained else _holds(identity, address.metrics_port)
+    return metrics_page(address) is not None if holds is None else holds
 
 
-def _holds(identity: ProcessId, port: int) -> bool:
-    own = {identity, *tree(identity)}
-    return any(holder.matches(member) for holder in listeners(port) for member in own)
+def _holds(identity: ProcessId, port: int) -> bool | None:
+    """Return whether a server listens on a port; None when the kernel shows nobody who does."""
+    holders = listeners(port)  # looks at every process of the machine
+    own = {identity, *tree(identity)} if holders else set()
+    return any(holder.matches(member) for holder in holders for member in own) if holders else None
 
 
 def start_error(identity: ProcessId, log: Path) -> ServerStartError | PortInUseError:
