@@ -18,6 +18,7 @@ BENCHMARKS = (
     "cli",
     "client",
     "executor",
+    "avx2",
     "precision",
     "features",
     "ngrams",

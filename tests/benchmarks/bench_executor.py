@@ -10,7 +10,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,11 +44,10 @@ class Shape:
         return self.streams * (self.prompt if self.new == 1 else self.new - 1)
 
 
-# Name → shape, and the lowest ratio that will do.
 SHAPES = {
-    "decode, 1 stream": (Shape(streams=1, prompt=64, new=129), 0.90),
-    "decode, 8 streams": (Shape(streams=8, prompt=64, new=65), 0.95),
-    "prefill, 1024 tokens": (Shape(streams=1, prompt=1024, new=1), 0.90),
+    "decode, 1 stream": Shape(streams=1, prompt=64, new=129),
+    "decode, 8 streams": Shape(streams=8, prompt=64, new=65),
+    "prefill, 1024 tokens": Shape(streams=1, prompt=1024, new=1),
 }
 
 
@@ -230,21 +229,23 @@ def export_for_genai(engine: Path, model: Path, folder: Path) -> dict[str, str]:
     }
 
 
-def main() -> None:
+def main(name: str = "executor", targets: Sequence[float] = (0.90, 0.95, 0.90)) -> None:
+    """Compare each of `SHAPES`; `targets` are the lowest ratios that will do. Another `name` has its own engine."""
     arguments = benchmark_parser(__doc__).parse_args()
-    engine, folder = make_engine(arguments.work), arguments.work / "llama-135m"
-    hints = export_for_genai(engine, folder / "model", folder / "genai")
-    theirs = GenaiSide(folder / "genai", hints)
+    own = "" if name == "executor" else f"-{name}"
+    engine, folder = make_engine(arguments.work, name=f"engine{own}"), arguments.work / "llama-135m"
+    hints = export_for_genai(engine, folder / "model", folder / f"genai{own}")
+    theirs = GenaiSide(folder / f"genai{own}", hints)
     with ended(ExecutorSide(engine)) as ours:
         rows = [
-            compare(name, rate(ours, shape), rate(theirs, shape), pairs=arguments.pairs, target=target)
-            for name, (shape, target) in SHAPES.items()
+            compare(case, rate(ours, shape), rate(theirs, shape), pairs=arguments.pairs, target=target)
+            for (case, shape), target in zip(SHAPES.items(), targets, strict=True)
         ]
     print(table(rows, measured="Executor, tokens/s", base="openvino_genai, tokens/s"))
     overhead = {streams: statistics.median(loop_microseconds(streams) for _ in range(5)) for streams in (1, 8)}
     for streams, microseconds in overhead.items():
         print(f"Executor's own time per step at {streams} streams, without the model: {microseconds:.0f} µs")
-    finish(arguments, "executor", rows, hints=hints, loop_microseconds=overhead)
+    finish(arguments, name, rows, hints=hints, loop_microseconds=overhead)
 
 
 if __name__ == "__main__":
