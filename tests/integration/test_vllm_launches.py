@@ -86,6 +86,9 @@ def test_another_world_size_makes_the_repository_again(
     content = json.loads((changed.path / "tensorrt_llm/1/config.json").read_text())
     assert content["pretrained_config"]["mapping"]["tp_size"] == 2
     assert repository_for(made, ServerSpec(world_size=1, container="26.08")).path == made.path
+    on_cpu = gpu_repository(tmp_path / "other", device="cpu")
+    with pytest.raises(UsageError, match="--world-size is 2; the engine of the vllm runtime starts its workers itself"):
+        plan_server(on_cpu, ServerSpec(world_size=2), store=Store(tmp_path))
     with pytest.raises(UsageError, match=r"--world-size 2 needs it assembled again \(tp 2\)"):
         repository_for(made, spec, rebuild=False)
     assert run(["inspect", "tiny"]) == 0

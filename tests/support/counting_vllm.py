@@ -13,6 +13,7 @@ from trtserve.artifacts import ModelRepository
 from trtserve.pipeline.import_spec import resolve_import
 from trtserve.pipeline.importing import import_to_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+from trtserve.specs.build import Device
 from trtserve.store import Store
 
 PACKAGES = Path(__file__).with_name("fake_vllm")
@@ -59,13 +60,13 @@ def counting_engine(
     return folder
 
 
-def gpu_repository(home: Path, *, tp_size: int = 1) -> ModelRepository:
-    """Import a tiny Llama for vLLM on GPUs; nothing of it runs here."""
+def gpu_repository(home: Path, *, tp_size: int = 1, device: Device = "cuda") -> ModelRepository:
+    """Import a tiny Llama for vLLM on GPUs, or another device; nothing of it runs here."""
     spec = resolve_import(
         str(write_tiny_model(home / "tiny")),
         name="tiny",
         convert=ConvertSpec(tp_size=tp_size),
-        build=BuildSpec(runtime="vllm", device="cuda"),
+        build=BuildSpec(runtime="vllm", device=device),
         repository=RepositorySpec(vllm_python=str(counting_python(home / "vllm"))),
         store=Store(home),
     )

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Final
 
 from trtserve.errors import RepositoryError, UsageError, counted
+from trtserve.executor.runtimes import RUNTIMES
 from trtserve.executor.vllm.arguments import follower_port
 from trtserve.executor.vllm.installation import VARIABLE as VLLM_PYTHON
 from trtserve.executor.vllm.installation import find_installation, require_installation
@@ -92,7 +93,8 @@ class Single(LaunchMode):
                 f"{flag} does not work with the {served.runtime} runtime, whose engine starts its workers itself.",
                 hint=f"Leave {flag} out; --instances N starts further copies.",
             )
-        if on_gpus and spec.world_size not in (None, served.world_size):
+        own_workers = served.runtime is not None and RUNTIMES[served.runtime].folder_as_engine
+        if own_workers and spec.world_size not in (None, served.world_size):
             raise UsageError(
                 f"--world-size is {spec.world_size}; the engine of the {served.runtime} runtime starts its workers "
                 f"itself, {served.world_size} in this repository.",
