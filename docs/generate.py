@@ -11,7 +11,6 @@ import inspect
 import json
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,9 +52,6 @@ from trtserve.specs.options import Option
 
 DOCS = Path(__file__).parent
 COMMANDS = DOCS / "reference" / "cli"
-PAGES = DOCS.parent / "trtserve" / "cli" / "pages.tsv"
-UNLISTED = ("changelog.md", "index.md", "performance-history.md")
-_MOST_SECTIONS, _OFTEN = 25, 3  # a word of more sections is telling only where it is said often
 END = "<!-- end of generated part -->"
 
 
@@ -102,26 +98,6 @@ def _summary(node: Any) -> str:
 
 def _console(lines: Iterable[str]) -> str:
     return "```console\n" + "\n".join(f"$ {line.strip()}" for line in lines) + "\n```"
-
-
-def headings() -> str:
-    """Return page, title, heading and telling words of every section, which `trtserve help WORD` searches."""
-    sections: list[tuple[str, str, str, Counter[str]]] = []
-    for page in sorted({*DOCS.glob("*.md"), *DOCS.glob("*/*.md")} - {DOCS / name for name in UNLISTED}):
-        if page.parent.name == "decisions":
-            continue
-        outside_code = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-        _, *parts = re.split(r"^#+ (.+)$", outside_code, flags=re.MULTILINE)
-        title = parts[0]
-        for heading, text in zip(parts[::2], parts[1::2], strict=True):
-            words = Counter(re.findall(r"[a-z][a-z0-9]+", re.sub(r"\]\(.*?\)", "", text).lower()))
-            sections.append((str(page.relative_to(DOCS.parent)), title, "" if heading is title else heading, words))
-    spread = Counter(word for *_, words in sections for word in words)
-    lines = []
-    for page_name, title, heading, words in sections:
-        telling = sorted(word for word, times in words.items() if spread[word] <= _MOST_SECTIONS or times >= _OFTEN)
-        lines.append("\t".join((page_name, title, heading, " ".join(telling))).replace("`", "") + "\n")
-    return "".join(lines)
 
 
 def exit_codes() -> str:
@@ -423,7 +399,7 @@ def main(arguments: list[str]) -> int:
             if not check:
                 page.write_text(new, encoding="utf-8")
     schema = json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
-    whole = {DOCS / "reference" / "setup-file.schema.json": schema, PAGES: headings(), **command_pages()}
+    whole = {DOCS / "reference" / "setup-file.schema.json": schema, **command_pages()}
     for path in sorted({*whole, *COMMANDS.glob("*.md")}):
         text = whole.get(path)
         if text == (path.read_text(encoding="utf-8") if path.exists() else None):

@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import gc
 import json
+import re
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import trtserve
 from trtserve.__main__ import main
 from trtserve.cli.app import SHOWN, STAGES, command_tree, run
+from trtserve.cli.documentation import page_text
 from trtserve.cli.output import print_json
 from trtserve.errors import CheckError, MemoryLimitError, ServerNotFoundError, UsageError, exit_codes
 
@@ -110,7 +114,7 @@ def test_help_about_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["query", "--help", "temp"]) == 0
     shown = capsys.readouterr().out
     assert "--temperature NUMBER" in shown
-    assert "--top-k" not in shown.replace("needs --top-k", "")
+    assert "--top-k" not in shown.replace("also give --top-k", "")
     assert run(["help", "gemm"]) == 0
     shown = capsys.readouterr().out
     found = [line for line in shown.splitlines() if line.startswith("trtserve")]
@@ -149,16 +153,33 @@ def test_help_leads_to_the_documentation(
     word: str, page: str, heading: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["help", word]) == 0
-    documented = capsys.readouterr().out.partition("documentation, in the repository:")[2].split()
-    assert f"docs/how-to/{page}.md" in documented
+    documented = capsys.readouterr().out.partition("prints one):")[2].split()
+    assert f"how-to/{page}.md" in documented
     assert heading in " ".join(documented)
 
 
 @pytest.mark.parametrize("word", ["tool", "tools"])
 def test_a_section_of_just_the_name_comes_first(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["help", word]) == 0
-    documented = capsys.readouterr().out.partition("documentation, in the repository:")[2].split()
-    assert documented[0] == "docs/how-to/openai-features.md"
+    documented = capsys.readouterr().out.partition("prints one):")[2].split()
+    assert documented[0] == "how-to/openai-features.md"
+
+
+@pytest.mark.parametrize("name", ["how-to/serve", "how-to/serve.md", "docs/how-to/serve.md"])
+def test_help_prints_a_page(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["help", name]) == 0
+    assert capsys.readouterr().out.startswith("# Serve\n")
+
+
+def test_every_page_that_a_message_names_exists() -> None:
+    """Hints name pages as `trtserve help PAGE`, which a reader of an installed package can open too."""
+    named = [
+        (path.name, name)
+        for path in Path(trtserve.__file__).parent.rglob("*.py")
+        for name in re.findall(r"`trtserve help ([a-z-]+/[a-z-]+)`", path.read_text(encoding="utf-8"))
+    ]
+    assert named
+    assert [each for each in named if page_text(each[1]) is None] == []
 
 
 def test_a_word_that_help_does_not_have_leads_to_the_whole_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from trtserve.cli import run
         ),
         ("TRTSERVE_STOP_SIDEWAYS", "`trtserve stop` has no such option."),
         ("TRTSERVE_STPO_SIDEWAYS", "`trtserve stop` has no such option."),
+        ("TRTSERVE_COLOUR", "it begins with no command, as TRTSERVE_START_HTTP_PORT does."),
     ],
 )
 def test_a_misspelt_variable_gives_a_warning(
@@ -45,6 +46,9 @@ def test_a_misspelt_variable_gives_a_warning(
         "TRTSERVE_GATEWAY_SERVICE_HOST",
         "TRTSERVE_PORT",
         "TRTSERVE_TESTS_BARE",
+        "TRTSERVE_API_KEY",
+        "TRTSERVE_VLLM_PYTHON",
+        "TRTSERVE_VLLM_NODE",  # for the processes of other machines
     ],
 )
 def test_other_variables_give_no_warning(

@@ -192,7 +192,7 @@ def test_other_paths(client: TestClient) -> None:
     for path, given in (("embeddings", {"input": "x"}), ("rerank", {"query": "x", "documents": ["y"]})):
         status, message = error(client.post(f"/v1/{path}", json={"model": NAME, **given}))[:2]
         assert (status, "has no embeddings and ranks no documents" in message) == (400, True)
-        assert "docs/how-to/vllm-repositories.md" in message
+        assert "how-to/vllm-repositories" in message
     wrongs: list[dict[str, object]] = [
         {"input": []},
         {"input": [""]},

@@ -93,6 +93,15 @@ def test_what_stands_behind_a_label_goes_on_under_it(
     ]
 
 
+def test_what_stands_behind_two_labels_goes_on_under_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    output.print_block(f"embedding_bias_words    not set   {'apple ' * 7}")
+    assert [line.index("apple") for line in capsys.readouterr().out.splitlines()] == [34, 34]
+
+
 def test_a_table_without_room_for_its_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import socket
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 
 from tests.support.http_pages import answering
 from trtserve.client.endpoint import unreachable
+from trtserve.errors import PortInUseError
 from trtserve.host import ports
-from trtserve.host.ports import direct_opener, free_ports, is_free, is_here
+from trtserve.host.ports import direct_opener, free_ports, is_free, is_here, listening_socket
 
 HOST = "127.0.0.1"
 
@@ -88,3 +90,13 @@ def test_the_kernel_chooses_where_its_range_leaves_too_few(
     drawn = free_ports(HOST, 3)
     assert len(set(drawn)) == 3
     assert all(is_free(HOST, port) for port in drawn)
+
+
+def test_a_taken_port_is_refused_with_the_program_that_has_it() -> None:
+    with listening_socket(HOST, 0) as listening:
+        port = listening.getsockname()[1]
+        with pytest.raises(
+            PortInUseError, match=rf":{port}' cannot be opened: .* by process {os.getpid()} "
+        ) as refused:
+            listening_socket(HOST, port)
+    assert refused.value.hint == "Choose another port."

@@ -27,7 +27,7 @@ from trtserve.bench.monitoring import LoadSampler, queue_wait_ms
 from trtserve.bench.plan import BenchPlan
 from trtserve.bench.processes import run_load
 from trtserve.bench.records import RequestRecord, TrafficRequest, engine_of_repository, precision_of_engine
-from trtserve.bench.report import BenchReport
+from trtserve.bench.report import BenchReport, brief
 from trtserve.bench.statistics import percentile
 from trtserve.bench.transport import LoadTarget
 from trtserve.bench.verdict import Calibration, Machine, find_machine
@@ -208,8 +208,8 @@ def _reporter(task: Task) -> Callable[[Totals], None]:
         shown = totals.ended
         rate = shown / max(1e-9, time.monotonic() - began)
         median, late = totals.first_ms(0.5), totals.first_ms(0.99)
-        times = "" if median is None or late is None else f", TTFT p50 {median:.3g} p99 {late:.3g} ms"
-        task.describe(f"{rate:.3g}/s, {totals.in_flight} in flight{times}")
+        times = "" if median is None or late is None else f", TTFT p50 {brief(median)} p99 {brief(late)} ms"
+        task.describe(f"{brief(rate)}/s, {totals.in_flight} in flight{times}")
 
     return report
 

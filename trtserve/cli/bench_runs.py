@@ -213,6 +213,7 @@ class _Stages:
         return report
 
     def _search(self, spec: BenchSpec) -> None:
+        from trtserve.bench.report import brief
         from trtserve.bench.targets import TRIES, Answer, highest_rate, rate_answer
 
         def answer(rate: float) -> Answer:
@@ -225,7 +226,7 @@ class _Stages:
                 found = rate_answer(report)
                 counts = report.statistics.counts
                 good = f"{report.statistics.good_answers} of {counts.sent} answers good"
-                self._progress.step(f"{rate:.3g} requests/s {found}: {good}; {report.verdict}")
+                self._progress.step(f"{brief(rate)} requests/s {found}: {good}; {report.verdict}")
                 if found != "unclear":
                     break
             return found
@@ -236,12 +237,15 @@ class _Stages:
 
 
 def _say_found(found: Found, progress: Progress) -> None:
+    from trtserve.bench.report import brief
+
+    rate, beyond = ("" if each is None else brief(each) for each in (found.rate, found.beyond))
     if found.rate is None:
-        told = f"No rate meets --slo; the lowest tried was {found.beyond:.3g} requests/s"
+        told = f"No rate meets --slo; the lowest tried was {beyond} requests/s"
     elif found.beyond is None:
-        told = f"Every rate tried meets --slo, up to {found.rate:.3g} requests/s"
+        told = f"Every rate tried meets --slo, up to {rate} requests/s"
     else:
-        told = f"Highest rate that meets --slo: {found.rate:.3g} requests/s; {found.beyond:.3g} misses it"
+        told = f"Highest rate that meets --slo: {rate} requests/s; {beyond} misses it"
     if found.limited_by == "client":
         told += ", and the client was the limit there, not the server"
     progress.step(f"{told}.")

@@ -450,13 +450,14 @@ class _Talk:
 
 
 def _option_lines(given: Mapping[str, Any]) -> list[str]:
-    """Return a line for each option of length and sampling, and for each that is set; then the other names."""
-    panels = {option.name: option.declared.panel for option in REQUEST_OPTIONS.values()}
-    listed = [name for name, panel in panels.items() if panel in (LENGTH, SAMPLING) or name in given]
+    """Return a line for each option that the command's short help has, and for each that is set; then other names."""
+    listed = [name for name, option in REQUEST_OPTIONS.items() if option.declared.common or name in given]
     widest = max(map(len, listed))
     values = {name: _shown(given[name]) if name in given else "not set" for name in listed}
     lines = [f"{name:<{widest}}  {values[name]:<8}  {REQUEST_OPTIONS[name].declared.help}" for name in listed]
-    return [*lines, f"Also: {', '.join(name for name in panels if name not in listed)}."]
+    panels = {option.name: option.declared.panel for option in REQUEST_OPTIONS.values() if option.name not in listed}
+    others = sorted(panels, key=lambda name: panels[name] not in (LENGTH, SAMPLING))
+    return [*lines, f"Also: {', '.join(others)}."]
 
 
 def _shown(value: object) -> str:

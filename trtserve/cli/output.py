@@ -32,8 +32,8 @@ _MOST_LINES = 3  # of a table cell; a table with taller cells is printed without
 _SIZE = re.compile(r"(?<=\d) (?=[KMGT]i?B\b)")
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
-# A short label, two spaces or more, a text; and the label of a command, which is copied and never broken.
-_LABELLED = re.compile(r"\S(?: ?\S){0,14} {2,}(?=\S)")
+# One or two short labels, each with two spaces or more, and a text; the label of a command, which is never broken.
+_LABELLED = re.compile(r"(?:\S(?: ?\S){0,24} {2,}){1,2}(?=\S)")
 _COPIED = "command "
 _SECONDS_BETWEEN_LINES = 10.0
 _INTERRUPT_ECHO = 3  # a terminal shows ^C behind the line, which must not begin another one

@@ -21,7 +21,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import typer
@@ -32,11 +31,13 @@ from trtserve.specs.options import metavar_of, read_value
 
 PREFIX = "TRTSERVE"
 # Variables that belong to no single option.
-_GENERAL = ("HOME", "DEBUG", "TRTLLM_VERSION", "TRTLLM_EXAMPLES")
+_GENERAL = ("HOME", "DEBUG", "TRTLLM_VERSION", "TRTLLM_EXAMPLES", "API_KEY", "VLLM_PYTHON")
 # Similarity for a suggestion; in a short name one letter matters more.
 _CLOSE, _CLOSE_SHORT = 0.85, 0.75
 # What Kubernetes sets for a service called trtserve, or trtserve-…, in each pod of its namespace.
 _OF_KUBERNETES = re.compile(r"PORT(_|$)|(.+_)?SERVICE_(HOST|PORT)|.+_PORT_\d+_(TCP|UDP|SCTP)")
+# What trtserve sets for its own processes, and what its tests read.
+_OF_CHILDREN = re.compile(r"VLLM_(LEADER|NODES?)$|RUN_FOLDER$|(TESTS?|STAND_IN|DOUBLE)_|CONTAINER_MOUNTS$")
 _WIDEST_NAME = 28  # of an option in the help; longer ones have a line of their own
 _LONGEST_NAME = 74  # with all choices; beyond it these go into the text
 _MOST_PAGES = 8
@@ -326,8 +327,13 @@ def _write_matches(node: Any, context: Any, formatter: Any, word: str) -> None:
     """Write the commands and options of a command, and of those below it, that have the word in name, text or heading.
 
     For the whole command line, also the exit codes, found by that name or by a code, and the sections of the
-    documentation. Raises UsageError when there is nothing.
+    documentation; and a page of it by its name. Raises UsageError when there is nothing.
     """
+    from trtserve.cli.documentation import page_text
+
+    if context.parent is None and (page := page_text(word)) is not None:
+        formatter.write(page)
+        return
     # Words may be joined in any way: `api key`, `--api-key`. Quantise is quantize, and drafts is draft.
     bare = [re.sub(r"(?<=[^\W\ds_]{3})s$", "", part) for part in re.findall(r"[^\W_]+", word)]
     parts = [re.sub(r"i[sz](?=[aei])", "i[sz]", part) for part in bare] or [re.escape(word)]
@@ -336,7 +342,10 @@ def _write_matches(node: Any, context: Any, formatter: Any, word: str) -> None:
     found = _records_about(node, context, begins)
     if context.parent is None:
         codes = [(code, meaning) for code, _, meaning in exit_codes() if begins.search("exit-codes") or word == code]
-        found |= {"exit codes": codes, "documentation, in the repository": list(_pages_about(begins, parts))}
+        found |= {
+            "exit codes": codes,
+            "documentation (`trtserve help PAGE` prints one)": [*_pages_about(begins, parts)],
+        }
     for title, rows in found.items():
         if rows:
             with formatter.section(title):
@@ -370,14 +379,15 @@ def _pages_about(begins: re.Pattern[str], parts: Sequence[str]) -> Iterator[tupl
 
     `begins` matches one or more words; of a text all are wanted, in any order.
     """
+    from trtserve.cli.documentation import sections
+
     named, told = dict[tuple[str, str], list[str]](), dict[tuple[str, str], list[str]]()
     each_word = [re.compile(rf"(?<![^\W_]){part}", re.IGNORECASE) for part in parts]
-    for line in Path(__file__).with_name("pages.tsv").read_text(encoding="utf-8").splitlines():
-        page, title, heading, text = line.split("\t")
-        if begins.search(heading or title):
-            named.setdefault((page, title), []).append(heading)
-        elif all(part.search(f"{title} {heading} {text}") for part in each_word):
-            told.setdefault((page, title), []).append(heading)
+    for section in sections():
+        text = " ".join((section.title, section.heading, *section.words))
+        kept = named if begins.search(section.heading or section.title) else told
+        if kept is named or all(part.search(text) for part in each_word):
+            kept.setdefault((section.page, section.title), []).append(section.heading)
     others = sorted((place for place in told if place not in named), key=lambda place: -len(told[place]))
     about = re.compile(rf"{begins.pattern}s?", re.IGNORECASE)  # a section of just this name comes first
     named = dict(sorted(named.items(), key=lambda item: not any(map(about.fullmatch, item[1]))))
@@ -490,13 +500,13 @@ def commands_of(node: Any, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
 def unread_variables(
     names: Iterable[str], commands: Collection[str], tree_of: Callable[[tuple[str, ...]], Any]
 ) -> Iterator[str]:
-    """Yield a warning for each of the variables `names` that looks like one of ours but is not.
+    """Yield a warning for each of the variables `names` that has our prefix but is not read.
 
-    These are near misses, and names that begin with a command or nearly so. `tree_of` makes the tree of some commands.
+    `tree_of` makes the tree of some commands.
     """
     for name in sorted(names):
         rest = name.removeprefix(f"{PREFIX}_")
-        if rest == name or rest in _GENERAL or _OF_KUBERNETES.match(rest):
+        if rest == name or rest in _GENERAL or _OF_KUBERNETES.match(rest) or _OF_CHILDREN.match(rest):
             continue
         first, _, option = rest.partition("_")
         word = first.lower()
@@ -513,6 +523,8 @@ def unread_variables(
             yield f"{name} is set but not read. Did you mean {' or '.join(f'{PREFIX}_{each}' for each in close)}?"
         elif near:
             yield f"{name} is set but not read: `trtserve {near[0]}` has no such option."
+        else:
+            yield f"{name} is set but not read: it begins with no command, as {PREFIX}_START_HTTP_PORT does."
 
 
 def setting_variables(message: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:

@@ -133,7 +133,8 @@ def _asked(setup: Setup, wanted: TuneOptions) -> SearchSetup:
     else:
         known = ", ".join(searches) or "none under `tune:`"
         raise UsageError(
-            f"{setup.path} has the searches {known}.", hint="Name one: --search NAME. docs/how-to/tune.md shows them."
+            f"{setup.path} has the searches {known}.",
+            hint="Name one: --search NAME. `trtserve help how-to/tune` shows them.",
         )
     if trace is not None:
         spec = replace(found.benchmark.spec, traffic="replay", trace=trace.absolute(), **FILE_DEFAULTS["replay"])

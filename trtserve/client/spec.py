@@ -94,7 +94,7 @@ class RequestOptions(Spec):
     )
     temperature: float | None = option(
         None,
-        help="Sampling temperature; needs --top-k or --top-p, except in a chat.",
+        help="Sampling temperature; with `query` also give --top-k or --top-p.",
         minimum=0,
         panel=SAMPLING,
         common=True,

@@ -400,7 +400,7 @@ def prepare_prompts(
     if template is None and spec.system is not None:
         raise UsageError(
             "A system message needs a chat template, and none is available for this model.",
-            hint="--tokenizer names the folder of the model's tokenizer, which may contain one.",
+            hint="Chat models have one. If this is one, start the command with --tokenizer FOLDER.",
         )
     # The server is asked only where the answer makes a difference.
     asked = files is not None and (core or template is not None)

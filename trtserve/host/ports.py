@@ -73,7 +73,10 @@ def listening_socket(host: str, port: int) -> socket.socket:
         listening.listen()
     except OSError as error:
         listening.close()
-        raise PortInUseError(f"Socket '{host}:{port}' cannot be opened: {error.strerror}.") from error
+        held = f" by {holder}" if (holder := owner(port)[1]) else ""
+        raise PortInUseError(
+            f"Socket '{host}:{port}' cannot be opened: {error.strerror}{held}.", hint="Choose another port."
+        ) from error
     return listening
 
 

@@ -122,7 +122,7 @@ def installed_in(text: str, version: str | None = None) -> Installed | None:
     if version not in (None, found.tensorrt_llm):
         raise UsageError(
             f"Container {found.tag} has TensorRT-LLM {found.tensorrt_llm}; {OPTION} is {version}.",
-            hint=f"Leave {OPTION} out, or choose another container (docs/how-to/containers.md).",
+            hint=f"Leave {OPTION} out, or choose another container (`trtserve help how-to/containers`).",
         )
     return installed(found.tensorrt_llm)
 

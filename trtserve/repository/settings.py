@@ -179,7 +179,7 @@ def _check(given: Given, model: str, name: str, table: Profile) -> None:
         hint = f"Releases that have it: {releases}."
     else:
         settings = [*known, *_fields(), *_RENAMED] if model == CORE else known
-        hint = _suggest(name, settings) or "docs/reference/parameters.md lists the parameters."
+        hint = _suggest(name, settings) or "`trtserve help reference/parameters` lists the parameters."
     raise UsageError(f"{given.name}: {model} has no parameter {name!r} in release {table.release}.", hint=hint)
 
 

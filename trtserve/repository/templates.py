@@ -158,7 +158,7 @@ def _require_values(values: Mapping[str, str], texts: Mapping[Path, str], releas
             if row is not None and value and not row.values.accepts(value):
                 wrong[name] = f"{name}:{value}: expected {row.values.expected}."
     if wrong:
-        hint = f"docs/reference/parameters.md lists the parameters of release {release}."
+        hint = f"`trtserve help reference/parameters` lists the parameters of release {release}."
         raise UsageError("\n".join(wrong.values()), hint=hint)
 
 

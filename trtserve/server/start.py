@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 from trtserve.errors import PortInUseError, ServerStartError, TrtserveError
@@ -58,20 +57,15 @@ def start_server(plan: ServerPlan, *, progress: Progress = SILENT) -> Server:
 def require_startable(plan: ServerPlan) -> None:
     """Check that a server could start, before its repository is built.
 
-    Raises an error for a missing tool, a server of the same name, taken ports, or too few GPUs.
+    Raises an error for a missing tool, a server of the same name, too few GPUs, or taken ports, unless --auto-ports
+    chooses others when the server starts.
     """
-    with _claimed(plan):
-        require_mpirun(plan)
-        require_devices(plan)
-
-
-@contextmanager
-def _claimed(plan: ServerPlan) -> Iterator[None]:
-    """Require that the server's name and ports are free, and keep other starts from taking the name meanwhile."""
     with locked(start_lock(plan.name, plan.store), wait=False):
         refuse_running(plan)
-        require_ports(plan)
-        yield
+        if not plan.spec.auto_ports:
+            require_ports(plan)
+        require_mpirun(plan)
+        require_devices(plan)
 
 
 def start_once(
@@ -118,7 +112,9 @@ def _start_on_ports(
     supervisor: ProcessId | None,
     before: Server | None,
 ) -> Server:
-    with _claimed(plan):
+    with locked(start_lock(plan.name, plan.store), wait=False):
+        refuse_running(plan)
+        require_ports(plan)
         engines = check_before_launch(plan, progress)
         prepare_backends(plan.triton, plan.store)
         if plan.bindings is not None:

@@ -116,8 +116,8 @@ async def _all(
     """Return an array for each request, and the tokens of all."""
     if not makes_vectors(served):
         raise ApiError(
-            f"The model `{served.name}` generates text; it has no embeddings and ranks no documents. An embedding "
-            "model or a reranker does: trtserve import MODEL --runtime vllm (docs/how-to/vllm-repositories.md).",
+            f"The model `{served.name}` generates text; it has no embeddings and ranks no documents. An "
+            "embedding model or a reranker does: import it with --runtime vllm; see `trtserve help how-to/vllm-repositories`.",
             code="unsupported_endpoint",
         )
     for each in asked:

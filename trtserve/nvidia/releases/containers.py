@@ -62,7 +62,7 @@ def container(tag: str) -> Container:
         raise UsageError(
             f"There is no container {wanted} with TensorRT-LLM: {known[-1].tag} was the last. {wanted} has vLLM "
             f"{vllm_containers()[wanted]}, for models that are imported with --runtime vllm.",
-            hint=f"Use {known[-1].tag}, or import the model again (docs/how-to/after-containers.md).",
+            hint=f"Use {known[-1].tag}, or import the model again (`trtserve help how-to/after-containers`).",
         )
     raise UsageError(
         f"{tag!r} is not a known container; known are {known[0].tag} … {known[-1].tag}.",

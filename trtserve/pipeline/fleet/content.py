@@ -127,7 +127,7 @@ class Fleet:
 
 def read_fleet(path: Path) -> Fleet:
     """Read a fleet file. Raises UsageError for anything that it should not say."""
-    hint = "docs/how-to/fleet.md shows one."
+    hint = "`trtserve help how-to/fleet` shows one."
     try:
         content: Any = yaml.safe_load(read_text(path, UsageError, limit=LARGEST_YAML))
     except FileNotFoundError:

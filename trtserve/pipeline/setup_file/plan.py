@@ -265,7 +265,7 @@ def _require_protected(server: ServerSetup) -> None:
     except UsageError as error:
         raise UsageError(
             f"servers.{server.name}: {in_keys(error.message)}",
-            hint="The keys for it are api_key_file, tls_certificate, tls_key, no_tls and no_auth (docs/security.md).",
+            hint="Its keys are api_key_file, tls_certificate, tls_key, no_tls, no_auth: `trtserve help security.md`.",
         ) from error
 
 

@@ -44,7 +44,7 @@ from trtserve.specs.command_line import given_values
 from trtserve.specs.options import Option, options_of, read_value
 from trtserve.store import Store
 
-HINT = "docs/how-to/setup-file.md explains each key; `trtserve init FILE` writes one with comments."
+HINT = "`trtserve help how-to/setup-file` explains each key; `trtserve init FILE` writes one with comments."
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 

@@ -101,7 +101,7 @@ def check_faults() -> CheckResult:
         "warning",
         faults.rstrip("."),
         "`trtserve start` keeps it behind a gateway: leave --raw-http out, and let only clients whom you trust reach "
-        "its gRPC port; on other machines `--container` serves with a newer Triton (docs/security.md).",
+        "its gRPC port; on other machines `--container` serves with a newer Triton (`trtserve help security.md`).",
     )
 
 

@@ -98,7 +98,7 @@ def plan_job(
     if served.embedded and spec.container is None:
         raise UsageError(
             f"The {served.runtime} runtime needs an image that has trtserve: --container IMAGE.",
-            hint="docs/how-to/gpus.md has the Dockerfile.",
+            hint="`trtserve help how-to/gpus` has the Dockerfile.",
         )
     if cluster.nodes > 1 and cluster.ssh_secret is None and not served.starts_workers:
         raise UsageError(

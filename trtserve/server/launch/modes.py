@@ -232,7 +232,7 @@ def _require_own_processes(served: ServedRepository, spec: ServerSpec, *, on_thi
     if on_this_machine and spec.container is not None:
         raise UsageError(
             f"--container runs NVIDIA's images, which lack trtserve; the {served.runtime} runtime needs it.",
-            hint="Leave it out, or run trtserve itself in a container (docs/how-to/gpus.md).",
+            hint="Leave it out, or run trtserve itself in a container (`trtserve help how-to/gpus`).",
         )
     if spec.gpus and not served.needs_gpus:
         raise UsageError("--gpus does not apply: the engine was built for the CPU.", hint="Leave --gpus out.")

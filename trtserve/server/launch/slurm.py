@@ -184,7 +184,7 @@ def _setup(name: str, repository: Path, served: ServedRepository, spec: ServerSp
         triton = find_triton(served.backends | {"python"})
         progress.step(
             f"Every node must see this Python, {sys.prefix}, and {prepare_backends(triton, store)} at the same paths. "
-            "With --container IMAGE the tasks run in an image that has trtserve (docs/how-to/gpus.md)."
+            "With --container IMAGE the tasks run in an image that has trtserve (`trtserve help how-to/gpus`)."
         )
         own = server_setup(name, repository, served, spec, triton, first_address(spec), _SHM_PLACEHOLDER)
         return in_this_python(own, triton, store)
