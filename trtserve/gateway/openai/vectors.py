@@ -117,7 +117,7 @@ async def _all(
     if not makes_vectors(served):
         raise ApiError(
             f"The model `{served.name}` generates text; it has no embeddings and ranks no documents. An "
-            "embedding model or a reranker does: import it with --runtime vllm; see `trtserve help how-to/vllm-repositories`.",
+            "embedding model or a reranker does, with --runtime vllm: `trtserve help how-to/vllm-repositories`.",
             code="unsupported_endpoint",
         )
     for each in asked:
