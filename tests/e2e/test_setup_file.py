@@ -58,7 +58,7 @@ def test_a_search_measures_real_servers_and_leaves_none(tmp_path: Path) -> None:
     file.write_text(
         "models:\n  demo:\n    source: demo\n    runtime: openvino\n    max_batch_size: 4\n"
         "servers:\n  front:\n    model: demo\n    auto_ports: true\n"
-        "tune:\n  core:\n    server: front\n    model: tensorrt_llm\n    num_requests: 24\n    output_mean: 4\n"
+        "tune:\n  core:\n    server: front\n    model: tensorrt_llm\n    num_requests: 8\n    output_mean: 2\n"
         "    warmup_requests: 0\n    calibrate: false\n    timeout: 3600\n    ranges: {concurrency: [1, 4]}\n",
         encoding="utf-8",
     )

@@ -177,6 +177,6 @@ def _beside(shape: ShapeOption, folder: Path) -> ShapeOption:
     return replace(
         shape,
         measured=tuple(folder / each for each in shape.measured),
-        manifest=None if shape.manifest is None else folder / shape.manifest,
-        job=None if shape.job is None else folder / shape.job,
+        manifest=shape.manifest and folder / shape.manifest,
+        job=shape.job and folder / shape.job,
     )

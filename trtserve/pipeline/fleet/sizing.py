@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,7 @@ from trtserve.pipeline.fleet.simulation import GROUPS, Arrivals, Floats, Inciden
 
 _PART = 50_000  # requests that are drawn at a time
 _HOUR = 3600
+_TIMES = ("step", "sequence", "prompt_token", "request")
 _MOST_REPLICAS = 1 << 20
 SIMULATED = 20_000_000
 """Requests of a day that are simulated at most; of a busier fleet a part, with the same part of its requests."""
@@ -76,14 +78,8 @@ def speed_of(shape: ShapeOption) -> tuple[ReplicaSpeed, float]:
     """
     given = shape.speed
     if given is not None:
-        speed = ReplicaSpeed(
-            step=given.step_ms / 1000,
-            sequence=given.sequence_ms / 1000,
-            prompt_token=given.prompt_token_ms / 1000,
-            request=given.request_ms / 1000,
-            slots=shape.max_batch_size,
-        )
-        return speed, given.error
+        seconds = {name: getattr(given, f"{name}_ms") / 1000 for name in _TIMES}
+        return ReplicaSpeed(**seconds, slots=shape.max_batch_size), given.error
     return fitted([read_report(folder) for folder in shape.measured], shape.max_batch_size)
 
 
@@ -226,7 +222,11 @@ def _sized(fleet: Fleet, name: str) -> Sized | None:
     # As many as are expected to be missing, and two standard deviations more.
     missing = replicas * share / max(0.01, 1 - share)
     spare = math.ceil(missing + 2 * math.sqrt(replicas * down)) if share else 0
-    nodes = _nodes(replicas + spare, shape.gpus, kind.per_node)
+    whole = replicas + spare
+    if shape.gpus > kind.per_node:
+        nodes = whole * math.ceil(shape.gpus / kind.per_node)
+    else:
+        nodes = math.ceil(whole / (kind.per_node // shape.gpus))
     return Sized(
         shape=name,
         replicas=replicas,
@@ -242,19 +242,7 @@ def _sized(fleet: Fleet, name: str) -> Sized | None:
 
 def scaled(speed: ReplicaSpeed, factor: float) -> ReplicaSpeed:
     """Return a speed whose times are `factor` times as long."""
-    return replace(
-        speed,
-        step=speed.step * factor,
-        sequence=speed.sequence * factor,
-        prompt_token=speed.prompt_token * factor,
-        request=speed.request * factor,
-    )
-
-
-def _nodes(replicas: int, gpus: int, per_node: int) -> int:
-    if gpus > per_node:
-        return replicas * math.ceil(gpus / per_node)
-    return math.ceil(replicas / (per_node // gpus))
+    return replace(speed, **{name: factor * getattr(speed, name) for name in _TIMES})
 
 
 def _fewest(speed: ReplicaSpeed, fleet: Fleet, *, pooled: bool) -> int | None:
@@ -269,11 +257,7 @@ def _fewest(speed: ReplicaSpeed, fleet: Fleet, *, pooled: bool) -> int | None:
         high *= 2
         if high > _MOST_REPLICAS:
             return None
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high
+    return bisect_left(range(high), True, lo=high // 2 + 1, hi=high, key=enough)
 
 
 @dataclass(frozen=True, kw_only=True)

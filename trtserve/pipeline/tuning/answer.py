@@ -9,6 +9,7 @@ import datetime
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from trtserve.files import read_text, write_json, writing
 from trtserve.pipeline.setup_file.content import model_options
 from trtserve.pipeline.setup_file.reading import read_setup
 from trtserve.pipeline.tuning.roofline import Prediction
-from trtserve.pipeline.tuning.search import RATE_OF, UNITS, Goal, Search, steady_rate
+from trtserve.pipeline.tuning.search import RATE_OF, UNITS, Goal, Search
 from trtserve.pipeline.tuning.space import Values, words
 from trtserve.pipeline.tuning.trials import Trial
 from trtserve.pipeline.tuning.virtual_engine import Offered
@@ -80,37 +81,29 @@ def make_answer(search: Search) -> TuneAnswer:
         trials=len(trials.done),
         seconds=trials.used,
         errors=errors,
-        under=_under(trials.done, goal),
+        under=_under(search, goal),
         more={} if best is None else _more(search, best),
         refused=dict(search.space.refused),
         failed=outcome.failed,
     )
 
 
-def _under(trials: Sequence[Trial], goal: Goal) -> dict[str, str]:
+def _under(search: Search, goal: Goal) -> dict[str, str]:
     """Return the best trial under each limit alone, under all of them, and under none."""
     subsets = [{}, *({name: limit} for name, limit in goal.limits.items()), dict(goal.limits)]
     found = {}
     for limits in subsets:
         alone = Goal(limits=limits, aim=goal.aim)
-        met = [each for each in trials if _missed(each, alone) == 0]
+        met = [each for each in search.trials.done if alone.missed(partial(figure_of, each.report.statistics)) == 0]
         if met:
-            best = max(met, key=lambda each: _rate(each, goal))
-            found[goal_words(limits) or "no goal"] = f"{best.name}: {_rate(best, goal):.4g} {UNITS[goal.aim]}"
+            best = max(met, key=search.rate)
+            found[goal_words(limits) or "no goal"] = f"{best.name}: {search.rate(best):.4g} {UNITS[goal.aim]}"
     return found
-
-
-def _missed(trial: Trial, goal: Goal) -> float:
-    return goal.missed(lambda name: figure_of(trial.report.statistics, name))
-
-
-def _rate(trial: Trial, goal: Goal) -> float:
-    return steady_rate(trial.report, goal.aim)
 
 
 def _more(search: Search, best: Trial) -> dict[str, str]:
     """Return what one more machine or GPU should give, as factors of the model on what was measured."""
-    shape, goal = best.candidate.shape, search.goal
+    shape = best.candidate.shape
     offered = search.offered(best.load, best.report)
     before = search.model.predict(shape, offered)
     half = replace(shape, weight_bytes=shape.weight_bytes / 2, parameters=shape.parameters / 2)
@@ -124,12 +117,12 @@ def _more(search: Search, best: Trial) -> dict[str, str]:
         "a second machine, the same load": (replace(shape, replicas=2 * shape.replicas), offered),
         "a second GPU or socket for each rank (tp × 2, its traffic not counted)": (half, offered),
     }
-    return {name: _words_of(best, goal, before, search.model.predict(*each)) for name, each in kinds.items()}
+    return {name: _words_of(search, best, before, search.model.predict(*each)) for name, each in kinds.items()}
 
 
-def _words_of(best: Trial, goal: Goal, before: Prediction, after: Prediction) -> str:
-    name = RATE_OF[goal.aim]
-    parts = [f"{_rate(best, goal) * after.figure(name) / before.figure(name):.4g} {UNITS[goal.aim]}"]
+def _words_of(search: Search, best: Trial, before: Prediction, after: Prediction) -> str:
+    goal, name = search.goal, RATE_OF[search.goal.aim]
+    parts = [f"{search.rate(best) * after.figure(name) / before.figure(name):.4g} {UNITS[goal.aim]}"]
     for figure in ("ttft_p99", "itl_p99"):
         value = figure_of(best.report.statistics, figure)
         if value is not None and before.figure(figure):
@@ -189,7 +182,7 @@ def _why(search: Search, answer: TuneAnswer, key: str, value: Any) -> str:
     share /= search.model.predict(best.candidate.shape, offered).figure(name)
     trials = [each for each in search.trials.done if each.candidate is other and each.load == best.load]
     if trials:
-        return f"{reason}, with which {_rate(trials[-1], search.goal):.4g} {UNITS[answer.aim]} were measured"
+        return f"{reason}, with which {search.rate(trials[-1]):.4g} {UNITS[answer.aim]} were measured"
     return f"{reason}, with which {share:.2f} × the rate is expected"
 
 
@@ -230,13 +223,13 @@ def _write_page(search: Search, answer: TuneAnswer, path: Path) -> None:
     goal = search.goal
     measure = next((name for name in goal.limits if name in _FIGURES), "ttft_p50")
     trials = [each for each in search.trials.done if _latency(each, measure) is not None]
-    front = pareto([(_rate(each, goal), _latency(each, measure) or 0.0) for each in trials])
+    front = pareto([(search.rate(each), _latency(each, measure) or 0.0) for each in trials])
     points = [
         FrontPoint(
-            throughput=_rate(each, goal),
+            throughput=search.rate(each),
             ms=_latency(each, measure) or 0.0,
             name=each.name,
-            kind="meets the goal" if _missed(each, goal) == 0 else "misses the goal",
+            kind="meets the goal" if search.missed(each) == 0 else "misses the goal",
             on_front=place in front,
         )
         for place, each in enumerate(trials)
@@ -257,9 +250,9 @@ def _write_page(search: Search, answer: TuneAnswer, path: Path) -> None:
     rows = [
         (
             each.name,
-            f"{_rate(each, goal):.4g}",
+            f"{search.rate(each):.4g}",
             *("" if (value := _latency(each, name)) is None else f"{value:.4g}" for name in _FIGURES),
-            "yes" if _missed(each, goal) == 0 else "no",
+            "yes" if search.missed(each) == 0 else "no",
             each.report.verdict.judgement,
             each.folder.name,
         )

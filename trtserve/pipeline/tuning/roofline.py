@@ -282,9 +282,7 @@ class SpeedModel:
         for name, value in found.items():
             self._seen.append((shape, offered, name, math.log(value)))
             self._noise.append(math.hypot(error, _NOISE[_sort(name)]))
-        if not self._seen:
-            return
-        for _ in range(_PASSES):
+        for _ in range(_PASSES if self._seen else 0):
             self._fit()
 
     def error(self, name: str, *, after: int = 0) -> float | None:
@@ -307,6 +305,6 @@ class SpeedModel:
             if likely > best:
                 best, self._scales, self._known = likely, scales, (seen, inverse, pull)
         _, _, pull = self._known or (seen, apart, apart)
-        for kind in {shape.kind for shape, _, _, _ in self._seen}:
+        for kind in set(seen.kind):
             near = 1 + _KINDS**2 * (seen.kind == kind)
             self._weights[kind] = np.clip(self.doubt**2 * (seen.terms * near[:, None]).T @ pull, -2.5, 2.5)

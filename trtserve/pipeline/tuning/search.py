@@ -207,7 +207,8 @@ class Search:
             likely *= [_NORMAL.cdf(-each if name.endswith("_second") else each) for each in room]
         for place, lane in enumerate(lanes):
             tried = self._tried.get(lane, ())
-            if tried and not any(self._meets(trial.report, unpredicted=True) for trial in tried):
+            shares = [figure_of(trial.report.statistics, "good_share") or 0.0 for trial in tried]
+            if shares and max(shares) < self.goal.limits.get("good_share", 0.0):  # the model does not predict it
                 likely[place] = 0.0
         return mean[:, 0], deviation[:, 0], likely
 
@@ -296,7 +297,7 @@ class Search:
         return np.asarray(apart + np.array([each.kind != shapes[place].kind for each in shapes]) == 1)
 
     def _requests(self, load: Values, part: int) -> int:
-        """Return the requests of a trial that has one of `part` parts of the whole load, and enough to be steady."""
+        """Return the requests of a trial with one of `part` parts of the whole load, and enough to be steady."""
         whole, loaded = self.trials.spec.num_requests, int(dict(load).get("concurrency") or 1)
         return min(whole, max(whole // part, _FEWEST, 3 * loaded))
 
@@ -309,10 +310,9 @@ class Search:
         if running is None:
             running = bool(done) and done[-1].candidate.values == lane[0]
         besides: dict[bool, list[float]] = {True: [], False: []}
-        for before, trial in itertools.pairwise([None, *done]):
-            same = before is not None and trial is not None and before.candidate is trial.candidate
-            if trial is not None:
-                besides[same].append(trial.seconds - trial.report.statistics.total_latency_ms / 1000)
+        for place, trial in enumerate(done):
+            same = place > 0 and done[place - 1].candidate is trial.candidate
+            besides[same].append(trial.seconds - trial.report.statistics.total_latency_ms / 1000)
         known = besides[running] or besides[not running] or [0.0]
         return max(0.0, fmean(known)) + self._requests(lane[1], part) * each / math.exp(rate)
 
@@ -320,18 +320,17 @@ class Search:
         """Return whether trials of the lanes fit the budget, and the race after them if there is a `reserve`."""
         if math.isinf(self._budget):
             return True
-        costs = [
-            self._cost(lane, part, rate) for lane, rate in zip(lanes, self._prospects(lanes)[0].tolist(), strict=True)
-        ]
-        needed = min(costs) if lanes is self._lanes else sum(costs)
+
+        def cost(lanes: Sequence[Lane], part: int, *, running: bool | None = None) -> float:
+            rates = self._prospects(lanes)[0].tolist() if lanes else []
+            return sum(
+                self._cost(*each, running=running) for each in zip(lanes, [part] * len(lanes), rates, strict=True)
+            )
+
+        needed = cost(lanes, part)
         if reserve:
             racers = self._racers()[0]
-            rates = self._prospects(racers)[0].tolist() if racers else []
-            race = sum(
-                self._cost(lane, part, rate, running=False)
-                for part in (2, 1)
-                for lane, rate in zip(racers, rates, strict=True)
-            )
+            race = sum(cost(racers, each, running=False) for each in (2, 1))
             needed += min(race, _RACING * self._budget)
         return self.trials.used + needed <= self._budget
 
@@ -360,7 +359,7 @@ class Search:
 
     def _measured(self, lane: Lane) -> float:
         """Return the mean rate of a lane's trials."""
-        return fmean(self._rate(trial.report) for trial in self._tried[lane])
+        return fmean(self.rate(trial) for trial in self._tried[lane])
 
     def _race(self, races: int) -> bool:  # noqa: C901 - a race, from its start to its end
         """Measure the best lanes again, in turns, and drop those that are significantly worse; return if one wins."""
@@ -404,7 +403,7 @@ class Search:
 
     def _holds(self, trials: Sequence[Trial]) -> bool:
         """Return whether the goal was met in most of the trials."""
-        return sum(self._missed(trial.report) == 0 for trial in trials) * 2 >= len(trials) > 0
+        return sum(self.missed(trial) == 0 for trial in trials) * 2 >= len(trials) > 0
 
     def _decide(
         self, race: Race[Lane], left: Sequence[Lane], own: Lane | None, trials: Mapping[Lane, Sequence[Trial]]
@@ -430,7 +429,7 @@ class Search:
         return True
 
     def _none_meets(self) -> bool:
-        self.outcome.nearest = min(self.trials.done, key=lambda each: self._missed(each.report))
+        self.outcome.nearest = min(self.trials.done, key=self.missed)
         self.outcome.reasons.append("No lane that was tried meets the goal.")
         return False
 
@@ -443,7 +442,7 @@ class Search:
         self._progress.step(trial_name)
         trial = self.trials.run(candidate, load, requests=requests, turn=len(self._tried.get(lane, ())))
         if self._tell is not None:
-            self._tell(f"{trial_name}: {self._rate(trial.report):.4g} {UNITS[self.goal.aim]}")
+            self._tell(f"{trial_name}: {self.rate(trial):.4g} {UNITS[self.goal.aim]}")
         self._tried.setdefault(lane, []).append(trial)
         statistics = trial.report.statistics
         if not statistics.counts.completed:
@@ -451,7 +450,7 @@ class Search:
         if self._lengths is None:
             self._lengths = statistics.input_tokens_per_request, statistics.output_tokens_per_request
         measured = {name: figure_of(statistics, name) or 0.0 for name in (*_LEARNT, *self._limits())}
-        measured[RATE_OF[self.goal.aim]] = self._rate(trial.report)
+        measured[RATE_OF[self.goal.aim]] = self.rate(trial)
         self.model.learn(
             candidate.shape, self.offered(load, trial.report), measured, error=relative_error(trial.report)
         )
@@ -459,13 +458,14 @@ class Search:
 
     def offered(self, load: Values, report: BenchReport | None = None) -> Offered:
         """Return what a load means; the rate of a trace is known once it was replayed."""
-        asked: dict[str, Any] = {**_spec_load(self.trials.spec), **dict(load)}
-        rate = asked.get("request_rate")
-        if self.trials.spec.traffic == "replay":
-            recorded = report or next((each.report for each in self.trials.done), None)
-            own = float(recorded.spec.get("speed") or 1.0) if recorded else 1.0
-            rate = recorded.statistics.requests_per_second / own * float(asked["speed"]) if recorded else None
         spec = self.trials.spec
+        own = {name: getattr(spec, name) for name in ("concurrency", "request_rate", "speed")}
+        asked: dict[str, Any] = {**own, **dict(load)}
+        rate = asked["request_rate"]
+        if spec.traffic == "replay":
+            recorded = report or next((each.report for each in self.trials.done), None)
+            before = float(recorded.spec.get("speed") or 1.0) if recorded else 1.0
+            rate = recorded.statistics.requests_per_second / before * float(asked["speed"]) if recorded else None
         lengths = self._lengths or (spec.input_mean, spec.output_mean)
         return Offered(
             input_tokens=lengths[0],
@@ -477,28 +477,19 @@ class Search:
             requests=self._requests(load, 1) if report is None else report.statistics.counts.completed,
         )
 
-    def _missed(self, report: BenchReport) -> float:
-        return self.goal.missed(lambda name: figure_of(report.statistics, name))
+    def missed(self, trial: Trial) -> float:
+        """Return the largest part by which a trial misses a limit; 0 if it meets the goal."""
+        return self.goal.missed(lambda name: figure_of(trial.report.statistics, name))
 
-    def _meets(self, report: BenchReport, *, unpredicted: bool = False) -> bool:
-        """Return whether a trial meets the goal, or the part of it that the model does not predict."""
-        if unpredicted:
-            share = figure_of(report.statistics, "good_share") or 0.0
-            return share >= self.goal.limits.get("good_share", 0.0)
-        return self._missed(report) == 0 and self._rate(report) > 0
-
-    def _rate(self, report: BenchReport) -> float:
-        return steady_rate(report, self.goal.aim)
+    def rate(self, trial: Trial) -> float:
+        """Return what is to be large."""
+        return steady_rate(trial.report, self.goal.aim)
 
     def _run(self, trial: Trial) -> Run:
-        return Run(value=max(1e-9, self._rate(trial.report)), error=relative_error(trial.report))
+        return Run(value=max(1e-9, self.rate(trial)), error=relative_error(trial.report))
 
 
 _LEARNT = ("ttft_mean", "itl_mean")
-
-
-def _spec_load(spec: Any) -> dict[str, Any]:
-    return {name: getattr(spec, name) for name in ("concurrency", "request_rate", "speed")}
 
 
 def steady_rate(report: BenchReport, aim: str) -> float:
