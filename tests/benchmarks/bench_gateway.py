@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import Pool
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -97,7 +98,7 @@ def gateways(
                 assert engine.stdout is not None
                 assert engine.stdout.readline() == b"ready\n"
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            options = {"own": False, "model": "", "tokenizer": tokenizer, "processes": count}
+            options: dict[str, Any] = {"own": False, "model": "", "tokenizer": tokenizer, "processes": count}
             options |= {"replicas": tuple(f"{HOST}:{each}" for each in others)}
             options |= {"limits": RequestLimits(requests=max(RequestLimits.requests, 2 * streams))}
             gateway = stack.enter_context(running_gateway(folder, port, grpc_port=port, live=False, **options))

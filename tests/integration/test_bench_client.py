@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -44,6 +45,18 @@ def send(load: Load, *, workers: int = 1) -> LoadOutcome:
 
 def arrived(record: RequestRecord) -> list[int]:
     return [time for time, _ in record.arrivals] or [each.time_ns for each in record.responses]
+
+
+def test_the_echo_server_ends_in_order_when_the_process_that_asked_for_it_is_gone() -> None:
+    program = (
+        "from multiprocessing import Pipe\n"
+        "from trtserve.bench.echo_server import Echo, _serve\n"
+        "ours, theirs = Pipe()\n"
+        "ours.close()\n"
+        "_serve(Echo(spoken='http'), theirs)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("text", [False, True])

@@ -12,12 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.certificates import certificates
 from tests.support.gateways import HOST, RunningGateway, running_gateway
 from tests.support.waiting import wait_until
 from trtserve.gateway.settings import RequestLimits
@@ -254,6 +256,22 @@ def test_strangers_take_nothing_from_clients_with_the_key(triton: Triton, tmp_pa
             known.request("GET", "/v2/models/m/config", headers=authorization)
             answer = known.getresponse()
             assert (answer.status, bool(answer.read())) == (200, True)
+        assert gateway.status("/v2/health/live") == 200
+
+
+def test_connections_that_do_not_finish_their_handshake_make_room(triton: Triton, tmp_path: Path) -> None:
+    made, begun = certificates(), b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
+    tls: dict[str, Any] = {"root": made.root, "certificate": made.server, "private_key": made.server_key}
+    patient = replace(LIMITS, header_seconds=600.0)
+    with (
+        running_gateway(tmp_path, triton.server_port, model="m", limits=patient, **tls) as gateway,
+        ExitStack() as stack,
+    ):
+        strangers = []
+        for _ in range(2 * LIMITS.connections):
+            strangers.append(stack.enter_context(socket.create_connection((HOST, gateway.port), timeout=60)))
+            strangers[-1].sendall(begun)
+        assert strangers[0].recv(1) == b""
         assert gateway.status("/v2/health/live") == 200
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import ssl
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -31,11 +32,17 @@ class RunningGateway:
     port: int
     process: ProcessId
     log: Path
+    root: Path | None = None
+    """Certificate of the authority, with TLS."""
 
     @contextmanager
     def connected(self) -> Iterator[http.client.HTTPConnection]:
         """A connection to it."""
-        with closing(http.client.HTTPConnection(HOST, self.port, timeout=60)) as connection:
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=60)
+        if self.root is not None:
+            context = ssl.create_default_context(cafile=str(self.root))
+            connection = http.client.HTTPSConnection(HOST, self.port, timeout=60, context=context)
+        with closing(connection):
             yield connection
 
     def status(self, path: str) -> int | None:
@@ -50,11 +57,11 @@ class RunningGateway:
 
 @contextmanager
 def running_gateway(
-    folder: Path, http_port: int, *, grpc_port: int = 1, live: bool = True, **settings: Any
+    folder: Path, http_port: int, *, grpc_port: int = 1, live: bool = True, root: Path | None = None, **settings: Any
 ) -> Iterator[RunningGateway]:
     """A gateway for the Triton on these ports; `settings` are further fields of GatewaySettings.
 
-    `live`: wait until Triton answers it over HTTP too.
+    `live`: wait until Triton answers it over HTTP too. `root`: it speaks TLS, with a certificate of this authority.
     """
     (port,) = free_ports(HOST, 1)
     GatewaySettings(
@@ -68,7 +75,7 @@ def running_gateway(
     ).write(folder / "gateway.json")
     command = Command(argv=(sys.executable, "-m", "trtserve.gateway", str(folder / "gateway.json")), cwd=folder)
     log = folder / "gateway.log"
-    gateway = RunningGateway(port, spawn(command, log=log), log)
+    gateway = RunningGateway(port, spawn(command, log=log), log, root)
     try:
         wait_until(lambda: gateway.status("/v2/health/live") in ((200,) if live else (200, 503)))
         yield gateway

@@ -76,12 +76,14 @@ async def _listen(echo: Echo, pipe: Connection) -> None:
     answers = _Answers(echo, timers)
     kind = _Http2 if echo.spoken.startswith("grpc") else _Http
     server = await loop.create_server(lambda: kind(answers), "127.0.0.1", 0, backlog=1024)
-    ended = loop.create_future()
-    # The pipe ends with the process that started this one.
-    loop.add_reader(pipe.fileno(), ended.cancel)
-    pipe.send(server.sockets[0].getsockname()[1])
-    with suppress(asyncio.CancelledError):
-        await ended
+    # The pipe ends with the process that started this one, which may be gone already. It is watched only afterwards:
+    # uvloop does not close while it watches a broken pipe.
+    with suppress(BrokenPipeError):
+        pipe.send(server.sockets[0].getsockname()[1])
+        ended = asyncio.Event()
+        loop.add_reader(pipe.fileno(), ended.set)
+        await ended.wait()
+        loop.remove_reader(pipe.fileno())
 
 
 class _Answers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ Such requests take no place, and their bodies are not read.
 """
 ADMIN_PATHS: Final = ("/replicas", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """How the paths begin that change the server: they need a key of their own."""
+_SHOWN = re.compile(rb"\n(?:authorization: *bearer +|x-api-key:)([^\r\n]*)", re.IGNORECASE)
 _SWEEP = 0.5
 _IDLE_AT_THE_END = 5.0
 # Bytes of bodies at the same time after which glibc may keep much that is free again.
@@ -64,6 +66,16 @@ class Access:
         if self._key is not None and path not in OPEN_PATHS and not _has_key(headers, keys):
             text = "send the API key of this server: Authorization: Bearer KEY"
             raise RefusedError(401, text, headers={"www-authenticate": "Bearer"})
+
+    def knows(self, head: bytes) -> bool:
+        """Return whether the headers of a request that begins show a key, or none is asked for.
+
+        This decides only who waits: `check` decides who may come in.
+        """
+        if self._key is None:
+            return True
+        keys, shown = filter(None, (self._key, self._admin_key)), _SHOWN.search(head)
+        return shown is not None and any(hmac.compare_digest(shown[1].strip(), key) for key in keys)
 
     def require_admin(self, headers: Mapping[str, str]) -> None:
         """Raise RefusedError for a request without the key of those who may change the server."""

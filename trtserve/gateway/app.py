@@ -75,7 +75,7 @@ class Entrance(ABC):
         self.settings, self.gate = settings, gate
         origins, loopback = settings.allow_origins, ip_address(settings.host).is_loopback
         admin_key = None if settings.admin_key_file is None else read_key(settings.admin_key_file)
-        self._access = Access(settings.api_key, loopback=loopback, origins=origins, admin_key=admin_key)
+        self.access = Access(settings.api_key, loopback=loopback, origins=origins, admin_key=admin_key)
         self._entry: Callable[[Scope, Receive, Send], Awaitable[None]] = self._answer
         if origins:  # never with credentials: a page must send the key itself
             self._entry = CORSMiddleware(
@@ -113,11 +113,11 @@ class Entrance(ABC):
                 stack.callback(lambda: self._log.add(scope, exchange, answer.status) if self._log else None)
             stack.enter_context(self.gate.watch(exchange))
             try:
-                self._access.check(scope["path"], headers_of(scope))
+                self.access.check(scope["path"], headers_of(scope))
                 if scope["path"] not in OPEN_PATHS:
                     scope.get("extensions", {}).get(LET_IN, lambda: None)()
                     if scope["path"].startswith(ADMIN_PATHS):
-                        self._access.require_admin(headers_of(scope))
+                        self.access.require_admin(headers_of(scope))
                     stack.enter_context(self.gate.enter(exchange))
                 await self._serve(scope, receive, answer, exchange)
             except RefusedError as refusal:

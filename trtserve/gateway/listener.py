@@ -12,7 +12,7 @@ import ssl
 import time
 from asyncio import TimerHandle, Transport
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from types import FrameType
 from typing import Any, ClassVar
@@ -21,6 +21,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from trtserve.gateway.app import HANG_UP, LET_IN, Entrance, Gateway
+from trtserve.gateway.lobby import GivesWay, Lobby
 from trtserve.gateway.replicas import SharedState
 from trtserve.gateway.settings import GatewaySettings
 
@@ -28,7 +29,6 @@ _LOG = logging.getLogger(__name__)
 _BACKLOG = 2048
 _POLL = 0.05
 _FILES = 65536
-_ACCEPTED_AT_ONCE = 16
 _SILENT_SECONDS = 1
 _PAUSE = 1.0
 _MINUTE = 60.0
@@ -107,7 +107,13 @@ class _Server(uvicorn.Server):
         await super().startup(sockets=[])
         state = {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
         self.servers = [
-            _Acceptor(each, lambda: _BoundedProtocol(**state), self.config.ssl)  # type: ignore[misc]
+            _Acceptor(
+                each,
+                lambda: _BoundedProtocol(**state),  # type: ignore[misc]
+                self.config.ssl,
+                self._gateway,
+                self.server_state.connections,
+            )
             for each in sockets or []
         ]
 
@@ -119,18 +125,33 @@ class _Server(uvicorn.Server):
 
 
 class _Acceptor:
-    """Takes connections from a socket, a few at a time, and drops those whose clients have left.
+    """Takes connections from a socket, and makes a protocol for each that has sent the headers of a request.
 
     uvloop's own server takes all that there are before it does anything else, which a flood of connections makes long.
     """
 
     def __init__(
-        self, listening: socket.socket, protocol: Callable[[], asyncio.Protocol], context: ssl.SSLContext | None
+        self,
+        listening: socket.socket,
+        protocol: Callable[[], _BoundedProtocol],
+        context: ssl.SSLContext | None,
+        gateway: Entrance,
+        made: Collection[object],
     ) -> None:
+        """`made` are the connections that have a protocol."""
         self._listening, self._protocol, self._context = listening, protocol, context
+        self._limits = gateway.settings.limits
         self._loop = asyncio.get_running_loop()
         self._pause: TimerHandle | None = None
-        self._beginning: set[asyncio.Task[None]] = set()
+        self._beginning: set[_Beginning] = set()
+        self._lobby = Lobby(
+            self._limits,
+            _BoundedProtocol.giving_way,
+            lambda: len(made) + len(self._beginning),
+            gateway.access.knows,
+            self._begin,
+            encrypted=context is not None,
+        )
         # The kernel keeps a connection to itself until the client sends something or leaves.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_SECONDS)
         listening.listen(_BACKLOG)
@@ -140,6 +161,7 @@ class _Acceptor:
     def close(self) -> None:
         """Take no more connections."""
         self._loop.remove_reader(self._listening)
+        self._lobby.close()
         if self._pause is not None:
             self._pause.cancel()
 
@@ -150,40 +172,56 @@ class _Acceptor:
         self._loop.add_reader(self._listening, self._accept)
 
     def _accept(self) -> None:
-        for _ in range(_ACCEPTED_AT_ONCE):
-            try:
-                client, _address = self._listening.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
-            except OSError as error:  # no file descriptor is left
-                _LOG.warning("connections wait for %g s: %s", _PAUSE, error)
-                self._loop.remove_reader(self._listening)
-                self._pause = self._loop.call_later(_PAUSE, self._resume)
-                return
-            client.setblocking(False)
-            try:
-                left = not client.recv(1, socket.MSG_PEEK)
-            except BlockingIOError:  # it has sent nothing yet
-                left = False
-            except OSError:
-                left = True
-            if left:
-                client.close()
-                continue
-            task = self._loop.create_task(self._begin(client))
-            self._beginning.add(task)
-            task.add_done_callback(self._beginning.discard)
+        try:
+            self._lobby.accept(self._listening)
+        except OSError as error:  # no file descriptor is left
+            _LOG.warning("connections wait for %g s: %s", _PAUSE, error)
+            self._loop.remove_reader(self._listening)
+            self._pause = self._loop.call_later(_PAUSE, self._resume)
 
-    async def _begin(self, client: socket.socket) -> None:
-        with suppress(OSError):  # the client left, or does not speak TLS
-            await self._loop.connect_accepted_socket(self._protocol, client, ssl=self._context)
+    def _begin(self, client: socket.socket, content: bytes) -> None:
+        def protocol() -> _BoundedProtocol:
+            made = self._protocol()
+            made.begins_with = content
+            return made
+
+        async def make() -> None:
+            # The client may leave, or not speak TLS.
+            with suppress(OSError):
+                seconds = None if self._context is None else self._limits.header_seconds
+                await self._loop.connect_accepted_socket(
+                    protocol, client, ssl=self._context, ssl_handshake_timeout=seconds
+                )
+
+        beginning = _Beginning(self._loop.create_task(make()), self._beginning)
+        _BoundedProtocol.giving_way[beginning] = None
+
+
+class _Beginning:
+    """A connection whose protocol is being made: with TLS, while the two agree on keys."""
+
+    def __init__(self, task: asyncio.Task[None], others: set[_Beginning]) -> None:
+        self._task, self._others = task, others
+        others.add(self)
+        task.add_done_callback(lambda _: self._forget())
+
+    def give_way(self) -> None:
+        self._forget()
+        self._task.cancel()
+
+    def _forget(self) -> None:
+        self._others.discard(self)
+        _BoundedProtocol.giving_way.pop(self, None)
 
 
 class _BoundedProtocol(HttpToolsProtocol):
     """One connection, with what uvicorn lacks: limits on headers, on chunks, on their time, and on connections."""
 
-    _giving_way: ClassVar[dict[_BoundedProtocol, None]] = {}
-    """Connections that are closed when there are too many, the oldest first."""
+    giving_way: ClassVar[dict[GivesWay, None]] = {}
+    """Connections that are closed when there are too many, the oldest first.
+
+    They wait for a request, or their clients have not shown the key.
+    """
 
     def __init__(self, config: uvicorn.Config, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
@@ -195,22 +233,25 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._chunks = 0
         self._unanswered: deque[RequestResponseCycle] = deque()
         self._let_in = False
+        self.begins_with = b""
+        """What the client sent before there was a protocol."""
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self._limits.connections:
-            # The oldest one makes room that waits for a request, or whose client has not shown the key.
-            oldest = next(iter(self._giving_way), self)
-            oldest.transport.abort()
-            self._giving_way.pop(oldest, None)
-            if oldest is self:
-                return
-        self._giving_way[self] = None
+        self.giving_way[self] = None
         self._start_timer()
+        if self.begins_with:
+            self.data_received(self.begins_with)
+
+    def give_way(self) -> None:
+        """Close the connection, and leave its room at once to another one."""
+        self.connections.discard(self)
+        self.giving_way.pop(self, None)
+        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        self._giving_way.pop(self, None)
+        self.giving_way.pop(self, None)
         # uvicorn tells only the last of several requests that were sent without waiting for answers.
         for cycle in self._unanswered:
             cycle.disconnected = True
@@ -249,11 +290,11 @@ class _BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not (self._let_in and self._has_key) and not self.transport.is_closing():
-            self._giving_way[self] = None
+            self.giving_way[self] = None
 
     def _keep(self) -> None:
         self._let_in = True
-        self._giving_way.pop(self, None)
+        self.giving_way.pop(self, None)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_headers:
