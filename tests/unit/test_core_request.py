@@ -68,6 +68,14 @@ def test_neutral_values() -> None:
     assert request.embedding_bias is None
 
 
+def test_images_of_a_request_are_bounded() -> None:
+    factory = RequestFactory(load_executor_module("vllm", "1.2"), decoupled=True, exclude_input=False)
+    files = np.array([[b"GIF89a"] * 65], dtype=np.object_)
+    assert len(factory.requests({**ROW, "images": files[:, :64]})[0].images) == 64
+    with pytest.raises(ValueError, match="65 files; at most 64"):
+        factory.requests({**ROW, "images": files})
+
+
 def test_rows_of_a_batch() -> None:
     found = requests(
         input_ids=np.array([[1, 2, 3], [4, 5, 0]], dtype=np.int32),

@@ -199,6 +199,23 @@ def test_variables_of_a_slurm_job_are_removed(monkeypatch: pytest.MonkeyPatch) -
     assert set(kept) <= set(os.environ)
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("sampling_param_stop", [b"a"] * 1025, "1025 words; at most 1024"),
+        ("sampling_param_bad", [b"a" * 1025], "a word of 1025 bytes; at most 1024"),
+        ("text_input", [b"a" * ((8 << 20) + 1)], "text_input has 8388609 bytes; at most 8388608"),
+        ("sampling_param_guided_decoding", [b"a" * ((8 << 20) + 1)], "8388609 bytes; at most"),
+    ],
+)
+def test_texts_and_lists_are_bounded(name: str, values: list[bytes], message: str) -> None:
+    import numpy as np
+
+    inputs = {"text_input": np.array([b"x"], dtype=np.object_), name: np.array(values, dtype=np.object_)}
+    with pytest.raises(ValueError, match=message):
+        requests.read_request(inputs, decoupled=True)
+
+
 def test_lora_inputs_need_each_other() -> None:
     import numpy as np
 

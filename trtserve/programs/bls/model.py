@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from ..shared.arrays import Tensors, decoded
+from ..shared.arrays import Tensors, words_of
 from ..shared.inner_models import InnerModelError, call, stop_request
 from ..shared.lora_names import LoraNames
 from ..shared.parameters import ModelParameters, check_classes
@@ -90,7 +90,7 @@ class BlsRequest:
         words = self._inputs.get("stop_words")
         if words is None:
             return [StopWords()] * self._batch
-        return [StopWords([decoded(word, "stop_words") for word in row.reshape(-1)]) for row in words]
+        return [StopWords(words_of(row, "stop_words")) for row in words]
 
     def _indexes(self, key: Key) -> Tensors:
         indexes: Tensors = {}

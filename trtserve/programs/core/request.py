@@ -17,6 +17,7 @@ from .settings import ExecutorModule
 Inputs = dict[str, NDArray[Any]]
 
 _MOST_WORD_IDS = 1 << 16  # of a request's stop words, and of its bad words
+_MOST_IMAGES = 64  # as in the gateway
 _MOST_IDS = 1 << 20  # of a sequence, when the engine does not name its longest
 
 
@@ -236,6 +237,8 @@ class RequestFactory:
         if prompt:
             request.prompt_log_probs = True
         if images is not None:
+            if images.size > _MOST_IMAGES:
+                raise ValueError(f"images has {images.size} files; at most {_MOST_IMAGES} are allowed.")
             request.images = images.reshape(-1).tolist()
         return request
 

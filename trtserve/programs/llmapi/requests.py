@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..shared.arrays import decoded, performance
+from ..shared.arrays import MOST_BYTES, decoded, performance, words_of
 
 Inputs = Mapping[str, NDArray[Any]]
 
 _PREFIX = "sampling_param_"
-# These have any number of elements.
+# These have several elements.
 _WORDS = ("stop", "bad")
 _WANTED = (
     "return_finish_reason",
@@ -64,8 +64,7 @@ def _sampling(inputs: Inputs) -> dict[str, Any]:
         if keyword == name:
             continue
         if keyword in _WORDS:
-            words = [_text(word, name) for word in value.reshape(-1)]
-            keywords[keyword] = [word for word in words if word] or None
+            keywords[keyword] = [word for word in words_of(value, name) if word] or None
         else:
             keywords[keyword] = _scalar(inputs, name)
     keywords.setdefault("exclude_input_from_output", False)
@@ -96,10 +95,14 @@ def _scalar(inputs: Inputs, name: str) -> Any:
         return None
     if value.size != 1:
         raise ValueError(f"Expected a scalar tensor for tensor {name}; it has {value.size} elements.")
-    return value.reshape(-1)[0].item() if isinstance(value.reshape(-1)[0], np.generic) else value.reshape(-1)[0]
+    first = value.reshape(-1)[0]
+    return first.item() if isinstance(first, np.generic) else _text(first, name)
 
 
 def _text(value: Any, name: str) -> str:
+    """Return a text. Raises ValueError for one that is longer than any prompt."""
+    if isinstance(value, bytes) and len(value) > MOST_BYTES:
+        raise ValueError(f"{name} has {len(value)} bytes; at most {MOST_BYTES} are allowed.")
     return decoded(value, name) if isinstance(value, bytes) else str(value)
 
 

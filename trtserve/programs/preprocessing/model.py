@@ -12,7 +12,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
-from ..shared.arrays import Tensors, decoded
+from ..shared.arrays import MOST_BYTES, Tensors, decoded, words_of
 from ..shared.encoding import Allowance, EncodingProcess
 from ..shared.files import read_object
 from ..shared.lora_names import LoraNames, name_of
@@ -21,8 +21,6 @@ from ..shared.run_folder import require_not_draining
 from ..shared.tokenizer import encode, end_ids, pad_id, text_growth, tokenizer_of
 from .word_lists import Spell, Spellings, embedding_bias, empty_word_list, word_list
 
-_MOST_WORDS, _LONGEST_WORD = 1024, 1024  # words of a row, and bytes of a word
-_MOST_BYTES = 8 << 20  # of a text, where nobody says how many tokens fit
 _SLICE = 8  # times as many characters as tokens may fit are encoded first: encoding takes 300 bytes for each byte
 # Seconds of computing in which a request is encoded before others wait no longer for it, and at most: for any, and for
 # each byte of text.
@@ -94,7 +92,7 @@ class TritonPythonModel:
         self._vocab_size = int(engine.get("pretrained_config", {}).get("vocab_size") or len(self._tokenizer))
         self._most_tokens: int | None = engine.get("build_config", {}).get("max_seq_len")
         longest = max((len(token.encode()) for token in self._tokenizer.get_vocab()), default=1)
-        self._most_bytes = _MOST_BYTES if self._most_tokens is None else self._most_tokens * longest
+        self._most_bytes = MOST_BYTES if self._most_tokens is None else self._most_tokens * longest
         self._outputs = {output["name"]: output["data_type"] for output in config["output"]}
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         described = "" if backend is None else backend.to_str()
@@ -281,13 +279,7 @@ def _engine_config(engine: Path | None) -> dict[str, Any]:
 
 
 def _word_rows(inputs: Tensors, name: str, client_name: str) -> list[list[str]]:
-    """Return the words of each row. Raises ValueError for more than the bounds allow."""
-    for row in inputs[name]:
-        if row.size > _MOST_WORDS:
-            raise ValueError(f"{client_name} has {row.size} words; at most {_MOST_WORDS} are allowed.")
-        if (longest := max(map(len, row.reshape(-1)), default=0)) > _LONGEST_WORD:
-            raise ValueError(f"{client_name} has a word of {longest} bytes; at most {_LONGEST_WORD} are allowed.")
-    return _texts(inputs, name, client_name)
+    return [words_of(row, client_name) for row in inputs[name]]
 
 
 def _texts(inputs: Tensors, name: str, client_name: str) -> list[list[str]]:

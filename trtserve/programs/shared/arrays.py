@@ -14,6 +14,23 @@ Tensors = dict[str, NDArray[Any]]
 """Arrays by name; a BF16 input, which NumPy cannot hold, stays a `pb_utils.Tensor`."""
 
 
+MOST_BYTES = 8 << 20
+"""Bytes of a text, where nobody says how many tokens fit."""
+_MOST_WORDS, _LONGEST_WORD = 1024, 1024  # words of a row, and bytes of a word
+
+
+def words_of(row: NDArray[Any], name: str) -> list[str]:
+    """Return the words of one row of the request's tensor `name`.
+
+    Raises ValueError for more or longer ones than the bounds allow, and for one that is not UTF-8.
+    """
+    if row.size > _MOST_WORDS:
+        raise ValueError(f"{name} has {row.size} words; at most {_MOST_WORDS} are allowed.")
+    if (longest := max(map(len, row.reshape(-1)), default=0)) > _LONGEST_WORD:
+        raise ValueError(f"{name} has a word of {longest} bytes; at most {_LONGEST_WORD} are allowed.")
+    return [decoded(word, name) for word in row.reshape(-1)]
+
+
 def decoded(text: bytes, name: str) -> str:
     """Return a text of the request's tensor `name`. Raises ValueError when it is not UTF-8."""
     try:
