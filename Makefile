@@ -98,7 +98,7 @@ test-vllm: $(VENV)/.oracle .cache/vllm/.ready ## vLLM itself on this CPU behind 
 	    tests/real_vllm/nodes.py $(ARGS)
 
 clients: .cache/clients/.ready ## twelve clients of Python in an environment of their own, and the AI SDK where there is npm, against the demo
-	$(BIN)/python -m pytest -q tests/clients/clients.py $(ARGS)
+	$(BIN)/python -m tests.support.run_again -q tests/clients/clients.py $(ARGS)
 
 gpu-test: ## the torch runtime on NVIDIA GPUs, with a report; needs no network where .gpu has the bundle
 	bash tests/gpu/run.sh test $(ARGS)

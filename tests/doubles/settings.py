@@ -51,8 +51,9 @@ class Settings:
     build_seconds: float = 0.0  # per rank
     convert_fault: str = ""
     convert_seconds: float = 0.0
-    # tritonserver: one rank dies, `die_after` seconds after it started (die_when=start) or after all were ready
-    # (die_when=ready): by signal `die_signal`, or if that is 0 with the exit code `die_code`.
+    # tritonserver: one rank dies, `die_after` seconds after it started (die_when=start), after all were ready
+    # (die_when=ready), or after the test asked for it (die_when=asked): by signal `die_signal`, or if that is 0 with
+    # the exit code `die_code`.
     die_rank: int = -1
     die_when: str = "ready"
     die_after: float = 0.0

@@ -43,13 +43,15 @@ def _die(settings: Settings) -> None:
     os._exit(settings.die_code)
 
 
-def _arm(settings: Settings, mpi: World, meeting: Meeting) -> None:
+def _arm(settings: Settings, mpi: World, meeting: Meeting, folder: Path) -> None:
     """Start the thread that ends this rank, if the test configured that."""
     if settings.die_rank != mpi.rank:
         return
 
     def wait() -> None:
         while settings.die_when == "ready" and not meeting.told(0, "ready"):
+            time.sleep(_PAUSE)
+        while settings.die_when == "asked" and not (folder / "die").exists():
             time.sleep(_PAUSE)
         time.sleep(settings.die_after)
         _die(settings)
@@ -74,7 +76,7 @@ class _Server:
 
     def run(self) -> int:
         """Load, serve, end; the exit code."""
-        _arm(self.settings, self.mpi, self.meeting)
+        _arm(self.settings, self.mpi, self.meeting, self.folder)
         try:
             self._load()
         except (LoadError, RegionError) as error:

@@ -94,9 +94,9 @@ def test_ctrl_c_or_a_dead_rank_ends_the_container(host: Doubles, tmp_path: Path)
         plan_server(repository, spec(), store=store), on_ready=lambda _: signal.pthread_kill(main, signal.SIGINT)
     )
     assert recorded_server("boxed", store) is None
-    host.configure(container=TAG, gpus=2, die_rank=1, die_when="ready", die_after=0.5)
+    host.configure(container=TAG, gpus=2, die_rank=1, die_when="asked")
     with pytest.raises(ServerDiedError, match=r"(?s)[Rr]ank 1 .* which ends all ranks.*out of memory"):
-        serve_foreground(plan_server(repository, spec(), store=store), on_ready=lambda _: None)
+        serve_foreground(plan_server(repository, spec(), store=store), on_ready=lambda _: host.let_rank_die())
     assert not left(host)
 
 

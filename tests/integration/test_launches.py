@@ -31,7 +31,7 @@ from tests.support.launches import (
     started,
 )
 from tests.support.servers import free_spec
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, wait_until
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import RepositoryError, ServerDiedError, ServerRunningError, ServerStartError
 from trtserve.server import checks, readiness
@@ -93,9 +93,14 @@ def test_commands_of_every_release_start(container: str, tmp_path: Path, store: 
 
 
 def test_a_rank_that_dies_ends_the_foreground(tmp_path: Path, store: Store, doubles: Doubles) -> None:
-    doubles.configure(die_rank=1, die_when="ready", die_after=1.5, die_signal=9)
+    doubles.configure(die_rank=1, die_when="asked", die_signal=9)
     repository = repository_of(tmp_path)
-    ended = command("start", "--model-repository", str(repository.path), "--oversubscribe", *start_flags(free_spec()))
+    arguments = ["start", "--model-repository", str(repository.path), "--oversubscribe", *start_flags(free_spec())]
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(command, *arguments)
+        wait_until(lambda: running.done() or any(server.ready_since for server in list_servers(store)), 180)
+        doubles.let_rank_die()
+        ended = running.result()
     assert ended.returncode == 35, ended.stderr
     assert "Rank 1 was killed (signal 9" in ended.stderr
     assert "CUDA runtime error in cudaMalloc: out of memory" in ended.stderr
@@ -129,11 +134,16 @@ def test_a_rank_that_exits_with_0_ends_the_server(
     tmp_path: Path, store: Store, doubles: Doubles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trtserve.server.status._EXPLANATION", 0.2)
-    doubles.configure(die_rank=1, die_when="ready", die_after=1.5, die_code=0)
+    doubles.configure(die_rank=1, die_when="asked", die_code=0)
     spec = replace(free_spec(), oversubscribe=True)
     seen: list[Server] = []
+
+    def on_ready(server: Server) -> None:
+        seen.append(server)
+        doubles.let_rank_die()
+
     with pytest.raises(ServerDiedError, match="rank 1 of 2 has ended"):
-        serve_foreground(plan_server(repository_of(tmp_path), spec, store=store), on_ready=seen.append)
+        serve_foreground(plan_server(repository_of(tmp_path), spec, store=store), on_ready=on_ready)
     assert_gone(seen[0], store)
 
 

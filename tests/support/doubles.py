@@ -148,6 +148,10 @@ class Doubles:
         given = {PREFIX + name.upper(): str(value) for name, value in settings.items()}
         return {**os.environ, "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}", **given}
 
+    def let_rank_die(self) -> None:
+        """End the rank of tritonserver that was configured with die_when=asked."""
+        (self.folder / "die").touch()
+
     def calls(self, tool: str | None = None) -> list[Call]:
         """Calls in their order, of one tool or of all."""
         log = self.folder / "calls.jsonl"
