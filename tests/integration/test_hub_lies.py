@@ -349,3 +349,16 @@ def test_a_stored_manifest_that_leads_elsewhere(hub: Hub, tiny: Path, home: Path
 @pytest.mark.parametrize("name", ["a.json", "a/b.json", "ünï/ço dé.txt", ".gitattributes", "…", "a..b", "x" * 240])
 def test_names_of_real_repositories_are_taken(name: str) -> None:
     assert calls.file_name(ID, name) == name
+
+
+def test_the_limits_on_a_hubs_answers_end_with_the_call(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's session belongs to the whole program, which may ask for more."""
+    from huggingface_hub import get_session
+
+    monkeypatch.setattr(calls, "_LARGEST_ANSWER", 10)
+    hub.add(ID, tiny)
+    with pytest.raises(NetworkError, match="sent an answer of more than"):
+        pull_model(ID)
+    answer = get_session().get(f"{hub.endpoint}/api/models/{ID}")
+    assert answer.status_code == 200
+    assert len(answer.content) > 10

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from urllib.parse import urljoin, urlsplit
@@ -27,6 +28,7 @@ _DELAYS = (1.0, 2.0, 4.0, 8.0)
 # 100,000 files with their hashes take about 25 MB.
 _LARGEST_ANSWER = 32 * 2**20
 _LONGEST_ANSWER = 300.0  # seconds
+_BOUNDED = ContextVar("bounded", default=False)
 _NO_HUB = (
     "Nothing was pulled from this answer. Check that HF_ENDPOINT is the address of a hub or mirror that you trust, and "
     "that it begins with https://."
@@ -55,10 +57,9 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
         _require_sendable(options.get("token"))
         _require_address()
         _take_no_proxy_to_this_machine(urlsplit(endpoint()).hostname or "")
-        _bound_answers()
         for least in (*_DELAYS, None):
             try:
-                with _quiet_client():
+                with _quiet_client(), _bounded_answers():
                     return function(*arguments, **options)
             except TrtserveError:
                 raise
@@ -79,18 +80,29 @@ def _take_no_proxy_to_this_machine(host: str) -> None:
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), host)))
 
 
-def _bound_answers() -> None:
-    """Have the client read its API's answers and errors through `_read_bounded`: it has no limits of its own."""
+@contextmanager
+def _bounded_answers() -> Iterator[None]:
+    """Have the client read its API's answers and errors through `_read_bounded`: it has no limits of its own.
+
+    The session belongs to the whole program, so the limits hold for this call only.
+    """
     from huggingface_hub import get_session
 
     session: Any = get_session()
     hooks = session.event_hooks if hasattr(session, "event_hooks") else session.hooks  # httpx, requests
     if _read_bounded not in hooks["response"]:
         hooks["response"].append(_read_bounded)
+    token = _BOUNDED.set(True)
+    try:
+        yield
+    finally:
+        _BOUNDED.reset(token)
 
 
 def _read_bounded(response: Any, **_: object) -> None:
     """Read an answer of the API, or an error, whole, as the client would. Raises NetworkError at the limit."""
+    if not _BOUNDED.get():
+        return
     api = (urlsplit(endpoint()).path + "/api/", "/api/")
     if response.status_code < 400 and not urlsplit(str(response.url)).path.startswith(api):
         return
