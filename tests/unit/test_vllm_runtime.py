@@ -211,6 +211,13 @@ def test_a_model_with_a_vector_for_each_token_is_refused() -> None:
             asyncio.run(side._pooled(1, {"pooling": {}, "text": "a", **more}))
 
 
+def test_why_a_guide_is_refused_has_no_place_in_xgrammars_source() -> None:
+    said = 'Failed to transform json schema into a grammar: [11:13:31] /project/cpp/a.cc:4944: Unsupported type "x"'
+    wanted = 'Failed to transform json schema into a grammar: Unsupported type "x"'
+    assert engine_side._reason(ValueError(said)) == wanted
+    assert engine_side._reason(ValueError()) == "ValueError"
+
+
 def test_settings_of_triton_models_are_told_from_vllms() -> None:
     given = {"max_queue_size": "3", "preprocessing.add_special_tokens": "false", "kv_cache_dtype": "fp8", "a.b": "1"}
     own, others = split_settings(given)

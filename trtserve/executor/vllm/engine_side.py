@@ -19,6 +19,7 @@ import contextlib
 import functools
 import io
 import os
+import re
 import signal
 import socket
 import struct
@@ -163,8 +164,8 @@ class EngineSide:
             pass
         except Exception as error:  # noqa: BLE001 - without an answer the client would wait for ever
             if self._llm.errored:
-                self.die(str(error) or type(error).__name__)
-            self._emit(["refused", number, str(error) or type(error).__name__])
+                self.die(_reason(error))
+            self._emit(["refused", number, _reason(error)])
         finally:
             self._tasks.pop(number, None)
 
@@ -461,6 +462,11 @@ def _images(files: list[bytes]) -> list[Any]:
             upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright.convert("RGBA"))
         made.append(upright.convert("RGB"))
     return made
+
+
+def _reason(error: Exception) -> str:
+    """Return what an error says, without the time and the place in C++ that xgrammar writes into it."""
+    return re.sub(r"\[[\d:]+\] \S+:\d+: ", "", str(error)) or type(error).__name__
 
 
 def _lora(given: Any) -> Any:
