@@ -48,6 +48,7 @@ class Scripted:
         self.asked: list[list[dict[str, Any]]] = []
         self.parts: list[dict[str, str]] = []
         self.gone = False
+        self.model = "m"
         self.modalities = ["text"]
         self.defaults: dict[str, float] = {}
         self.reason = "stop"
@@ -63,7 +64,7 @@ class Scripted:
             route.fulfill(body=bytes(self._page.body), headers=headers)
         elif path == "v1/models":
             facts = {"input_modalities": self.modalities, "default_parameters": self.defaults}
-            route.fulfill(json={"data": [{"id": "m", "system_messages": True, **facts}]})
+            route.fulfill(json={"data": [{"id": self.model, "system_messages": True, **facts}]})
         elif path == "metrics":
             route.fulfill(body="")
         else:
@@ -149,6 +150,13 @@ def test_conversations_are_kept_and_the_last_question_is_asked_again(page: Any, 
     assert count(page, "#talks li") == count(page, ".turn") == 0
 
 
+def test_the_page_says_what_the_demo_knows(page: Any, server: Scripted) -> None:
+    assert "demo" not in page.locator(".welcome").text_content()
+    server.model = "demo"
+    page.reload()
+    page.get_by_text("knows only a few hundred answers").wait_for()
+
+
 def test_fingers_have_room_and_read_no_hints_about_keys(page: Any, server: Scripted) -> None:
     assert page.locator(".keys").is_visible()
     phone = page.context.browser.new_context(viewport={"width": 380, "height": 720}, has_touch=True, is_mobile=True)
@@ -204,7 +212,7 @@ def test_the_panel_beside_a_wide_chat_stays_closed(page: Any) -> None:
     for visible in (True, False, True):
         page.reload()
         assert page.locator("#side").is_visible() == visible
-        page.get_by_role("button", name="Menu").click()
+        page.get_by_role("button", name="Hide panel" if visible else "Show panel").click()
         assert page.locator("#side").is_visible() != visible
         page.get_by_role("button", name="New chat").click()
         assert page.locator("#side").is_visible() != visible

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import html
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -317,7 +318,7 @@ def test_percentages_over_time_have_a_scale_each() -> None:
 @pytest.mark.parametrize("ending", ["html", "svg", "png"])
 def test_plots_are_written_without_a_network(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"plots.{ending}"
-    rows = [{"time_ns": moment * 1e8, "in_flight": 1.0, "cpu": 90.0} for moment in range(4)]
+    rows = [{"time_ns": moment * 1e8, "in_flight": 1.0, "cpu": 90.0, "steal": 0.0} for moment in range(4)]
     last = made(2, factor=1.5, spec={"concurrency": 16, "slo": {"ttft": "30ms"}}, samples=Samples(rows=rows))
     write_plots([made(1), last], path)
     content = path.read_bytes()
@@ -342,6 +343,15 @@ def test_plots_are_written_without_a_network(tmp_path: Path, ending: str) -> Non
         assert text.count("limited by the server</h1>") == 1
         assert text.index("</h1>") < text.index("<table>") < text.index("<svg")
         assert "{&quot;" not in text  # no raw JSON
+        assert "CPU steal" not in text  # it was 0 all the time
+
+
+@pytest.mark.needs("vl_convert")
+def test_a_report_of_one_run_says_what_its_verdict_means(tmp_path: Path) -> None:
+    write_plots([made(1)], tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert "Valid: the client kept up" in text
+    assert re.search(r"<dt>Began</dt><dd>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC</dd>", text)
 
 
 def test_failed_requests_are_in_curves_and_tables() -> None:

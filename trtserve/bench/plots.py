@@ -287,13 +287,13 @@ def _samples(report: BenchReport) -> list[Spec]:
 def _over_time(
     title: str, rows: Sequence[Mapping[str, float]], names: Mapping[str, str], unit: str, *, apart: bool = False
 ) -> Spec | None:
-    """Return lines over time, `apart` with a scale for each; None without enough samples."""
+    """Return lines over time of what is not always 0, `apart` with a scale for each; None without enough samples."""
     start = rows[0]["time_ns"]
     points = [
         {"s": (row["time_ns"] - start) / 1e9, "what": label, "value": row[name] * (100 if name == "kv_use" else 1)}
         for row in rows
         for name, label in names.items()
-        if name in row
+        if name in row and any(each.get(name) for each in rows)
     ]
     if len(rows) < _FEWEST_SAMPLES or not points:
         return None
@@ -428,6 +428,7 @@ def _page(reports: Sequence[BenchReport], figures: Sequence[str]) -> str:
 
 
 _MEANINGS: Mapping[Judgement, str] = {
+    "valid": "the client kept up, the figures did not drift, and they agree with each other and with the machine.",
     "implausible": "the figures contradict each other or what the machine can do; do not use them.",
     "client-limited": "the client was at its own limit, so the server may be faster than the figures.",
     "disturbed": "something kept the client from sending and reading in time, so the server may be faster than the "
@@ -442,9 +443,8 @@ def _verdict(report: BenchReport, load: str = "") -> str:
     """Return the judgement of a run and its reasons."""
     judgement = report.verdict.judgement
     reasons = " ".join(reason[:1].upper() + reason[1:] for reason in report.verdict.reasons)
-    meaning = _MEANINGS.get(judgement)
-    means = f'<p class="soft">{judgement.capitalize()}: {meaning}</p>' if meaning else ""
-    return f'<p><span class="badge {judgement}">{judgement}</span> {_with_code(load + reasons)}</p>{means}'
+    said = f'<p><span class="badge {judgement}">{judgement}</span> {_with_code(load + reasons)}</p>'
+    return f'{said}<p class="soft">{judgement.capitalize()}: {_MEANINGS[judgement]}</p>'
 
 
 def _tiles(report: BenchReport) -> str:
@@ -554,7 +554,7 @@ def _sources(report: BenchReport) -> Iterator[str]:
     """Yield what a reader needs to measure the same again, as terms and their descriptions."""
     facts: dict[str, object] = {
         "Command": report.command,
-        "Began": report.started,
+        "Began": f"{report.started[:19].replace('T', ' ')} UTC",
         "Machine": report.machine,
         "Versions": report.versions,
         "Prompts (SHA-256)": report.prompts_sha256,
