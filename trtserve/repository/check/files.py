@@ -21,7 +21,14 @@ from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
 from trtserve.repository.check.rules import Finding, every_model, model_rule, of_role, refusal, rule
 from trtserve.repository.config import unfilled_parameters, wrong_placeholders
 from trtserve.repository.profiles import CLASSES_FILE, CORE, DRAFT, ENSEMBLE, MODELS, POSTPROCESSING, classes_json
-from trtserve.repository.programs import PACKAGE, SOURCES, imported_modules, model_names, require_program
+from trtserve.repository.programs import (
+    PACKAGE,
+    SOURCES,
+    import_statements,
+    imported_modules,
+    model_names,
+    require_program,
+)
 from trtserve.specs.command_line import import_command
 from trtserve.store import Store, remembered_checksums
 
@@ -234,14 +241,14 @@ def _own_imports() -> frozenset[str]:
 def _imports(source: str) -> frozenset[str] | str:
     """Top-level names of the modules that a program imports, or why it is not a program."""
     try:
-        tree = ast.parse(source)
+        statements = import_statements(source)
     except (SyntaxError, ValueError) as error:
         return str(error)
     found = set()
-    for node in ast.walk(tree):
+    for node in statements:
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+        elif node.level == 0 and node.module:
             found.add(node.module.split(".")[0])
     return frozenset(found)
 
