@@ -100,6 +100,10 @@ ODD: dict[str, Sequence[Any]] = {
     **dict.fromkeys(("linear_conv_kernel_dim", "conv_L_cache", "mamba_d_conv", "conv_kernel"), (2, 3, 4)),
     "linear_num_value_heads": (2, 4, 6),
     "num_kv_shared_layers": (0, 1, 2),
+    "altup_num_inputs": (1, 2, 4),
+    "altup_active_idx": (0, 1, 2),
+    "altup_correct_scale": BOTH,
+    "laurel_rank": (3, 16),
     "partial_rotary_factor": (0.25, 0.5, 1.0),
     "rotary_pct": (0.25, 0.5, 1.0),
     "rope_theta": (300.0, 10000.0, 1000000.0),
@@ -107,7 +111,7 @@ ODD: dict[str, Sequence[Any]] = {
     "bos_token_id": (1, None),
 }
 # These families have a fixed scaling, or other rotations per kind of layer.
-UNSCALED = ("gemma3_text", "gemma4_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "phi3", "gptj")
+UNSCALED = ("gemma3_text", "gemma3n_text", "gemma4_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "phi3", "gptj")
 PER_LAYER = (
     "layer_types",
     "no_rope_layers",
@@ -115,6 +119,7 @@ PER_LAYER = (
     "full_attn_idxs",
     "hybrid_override_pattern",
     "moe_topk",
+    "activation_sparsity_pattern",
 )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.families import EVERY, FAMILIES
+from tests.support.families import EVERY, FAMILIES, cases
 from tests.support.tiny_models import read_safetensors, write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
@@ -212,6 +212,14 @@ def test_wrong_values_of_every_key_are_taken_or_refused_by_name(family: str) -> 
         assert len(str(error)) <= 4000, way
         if way[-1] in KEYS and isinstance(lie, dict):
             assert str(way[-1]) in str(error), way
+
+
+@pytest.mark.parametrize(("family", "changes"), cases("logits"), ids=str)
+def test_a_config_without_a_key_is_taken_or_refused_by_name(family: str, changes: dict[str, Any]) -> None:
+    config = FAMILIES[family].config | changes | {"dtype": "float16"}
+    for key in config:
+        refusal(partial(supported_family, {name: value for name, value in config.items() if name != key}))
+        refusal(partial(supported_family, config | {key: None}))
 
 
 def test_rotary_settings_are_read_in_both_spellings() -> None:

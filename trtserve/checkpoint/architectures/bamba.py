@@ -16,23 +16,20 @@ from trtserve.checkpoint.architectures.base import (
     required,
 )
 from trtserve.checkpoint.architectures.parts.mixer_layers import mixer_keys
-from trtserve.checkpoint.architectures.parts.state_space import mamba_keys, state_space, state_space_tensors
+from trtserve.checkpoint.architectures.parts.state_space import (
+    MAMBA_DEFAULTS,
+    mamba_keys,
+    state_space,
+    state_space_tensors,
+)
 
 # transformers' defaults for absent keys.
 _DEFAULTS: dict[str, Any] = {
+    **MAMBA_DEFAULTS,
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 262144,
     "attn_layer_indices": None,
-    "mamba_n_heads": 128,
-    "mamba_d_head": "auto",
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_conv_bias": True,
-    "mamba_proj_bias": False,
-    "time_step_limit": None,
 }
 
 

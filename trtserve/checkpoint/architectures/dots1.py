@@ -23,7 +23,6 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         **common,
         **deepseek_experts({"norm_topk_prob": False, "first_k_dense_replace": 0, **hf}),
         "attn_bias": bool(hf.get("attention_bias", False)),
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
         **window_keys(windows_of(kinds, window)),
         **superset(*common.get("superset", ()), "sigmoid routers"),
     }

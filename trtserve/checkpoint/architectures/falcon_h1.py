@@ -15,27 +15,25 @@ from trtserve.checkpoint.architectures.base import (
     require_numbers,
     required,
 )
-from trtserve.checkpoint.architectures.parts.state_space import FACTORS, mamba_keys, state_space, state_space_tensors
+from trtserve.checkpoint.architectures.parts.state_space import (
+    FACTORS,
+    MAMBA_DEFAULTS,
+    mamba_keys,
+    state_space,
+    state_space_tensors,
+)
 from trtserve.errors import UnsupportedModelError
 
 # transformers' defaults for absent keys.
 _DEFAULTS: dict[str, Any] = {
+    **MAMBA_DEFAULTS,
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 8192,
     "mamba_d_ssm": 1024,
-    "mamba_n_heads": 128,
-    "mamba_d_head": "auto",
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_conv_bias": True,
-    "mamba_proj_bias": False,
     "mamba_norm_before_gate": True,
     "mamba_rms_norm": False,
     "projectors_bias": False,
-    "time_step_limit": None,
 }
 _SCALARS = ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
 _LISTS = {"mlp_multipliers": ("gate", "down"), "ssm_multipliers": FACTORS}

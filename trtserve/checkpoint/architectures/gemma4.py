@@ -73,7 +73,6 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return the family's part of the checkpoint's config: GemmaConfig's keys, and ours of what it lacks."""
     rope = hf.get("rope_parameters")
     hf = {**_DEFAULTS, **{key: value for key, value in hf.items() if value is not None}}
-    required(hf, "num_hidden_layers")
     kinds = attention_kinds(hf, lambda layer: (layer + 1) % _PATTERN)
     kinds[-1] = "full_attention"  # as in transformers
     base, part = _rotation(rope, "full_attention", "proportional")

@@ -46,7 +46,6 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         **deepseek_experts(hf),
         "attn_bias": bool(hf.get("attention_bias", False)),
         "use_qk_norm": bool(hf.get("use_qk_norm", False)),
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
         **superset(*common.get("superset", ()), "sigmoid routers"),
     }
 

@@ -16,6 +16,20 @@ from trtserve.checkpoint.architectures.base import (
 )
 from trtserve.errors import UnsupportedModelError
 
+# GPTConfig's keys that are equal for all models of this family.
+_CONSTANTS: dict[str, Any] = {
+    "gpt_variant": "gpt2",
+    "bias": True,
+    "embedding_scale": None,
+    "apply_query_key_layer_scaling": False,
+    "rotary_pct": 1.0,
+    "rotary_base": 10000.0,
+    "rotary_scaling": None,
+    "inner_layernorm": False,
+    "norm_before_bmm1": False,
+    "moe": moe_object(normalization_mode=1),
+}
+
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's GPTConfig.
@@ -43,23 +57,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         "position_embedding_type": "learned_absolute",
         # TensorRT-LLM multiplies q·k by 1 / (q_scaling · √head_size).
         "q_scaling": 1 if hf.get("scale_attn_weights", True) else 1 / math.sqrt(sizes["head_size"]),
-        **_constants(),
-    }
-
-
-def _constants() -> dict[str, Any]:
-    """Return the GPTConfig keys that are equal for all models of this family."""
-    return {
-        "gpt_variant": "gpt2",
-        "bias": True,
-        "embedding_scale": None,
-        "apply_query_key_layer_scaling": False,
-        "rotary_pct": 1.0,
-        "rotary_base": 10000.0,
-        "rotary_scaling": None,
-        "inner_layernorm": False,
-        "norm_before_bmm1": False,
-        "moe": moe_object(normalization_mode=1),
+        **_CONSTANTS,
     }
 
 

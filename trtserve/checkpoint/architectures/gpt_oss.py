@@ -68,7 +68,6 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     return {
         **common,
         "attn_bias": bool(hf["attention_bias"]),
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
         "moe": moe_object(num_experts=experts, top_k=chosen, normalization_mode=RENORMALIZED),
         "moe_intermediate_size": common["intermediate_size"],
         "swiglu_alpha": float(hf["swiglu_alpha"]),

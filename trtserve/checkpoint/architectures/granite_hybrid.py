@@ -19,23 +19,20 @@ from trtserve.checkpoint.architectures.base import (
 )
 from trtserve.checkpoint.architectures.parts.expert_tensors import RENORMALIZED, expert_counts, experts_of
 from trtserve.checkpoint.architectures.parts.mixer_layers import mixer_keys
-from trtserve.checkpoint.architectures.parts.state_space import mamba_keys, state_space, state_space_tensors
+from trtserve.checkpoint.architectures.parts.state_space import (
+    MAMBA_DEFAULTS,
+    mamba_keys,
+    state_space,
+    state_space_tensors,
+)
 
 # transformers' defaults for absent keys.
 _DEFAULTS: dict[str, Any] = {
+    **MAMBA_DEFAULTS,
     "max_position_embeddings": 2048,
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
     "shared_intermediate_size": 1024,
-    "mamba_n_heads": 128,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_head": "auto",
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_conv_bias": True,
-    "mamba_proj_bias": False,
-    "time_step_limit": None,
 }
 _OLD = {"mamba": "linear_attention", "attention": "full_attention"}
 EXPERTS = ExpertNames(

@@ -7,7 +7,7 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import hunyuan_v1_dense, llama
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, WrongConfigError
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, WrongConfigError, required
 from trtserve.checkpoint.architectures.parts.expert_tensors import RENORMALIZED, expert_counts, softmax_experts
 from trtserve.checkpoint.architectures.qwen2_moe import EXPERTS
 from trtserve.errors import UnsupportedModelError
@@ -18,7 +18,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     experts, chosen, shared = (
         _same(hf, key, default) for key, default in (("num_experts", 1), ("moe_topk", 1), ("num_shared_expert", 1))
     )
-    inner = _same(hf, "moe_intermediate_size", hf["intermediate_size"])
+    inner = _same(hf, "moe_intermediate_size", required(hf, "intermediate_size")["intermediate_size"])
     if shared != 1 or inner != hf["intermediate_size"]:
         raise WrongConfigError(
             f"config.json has num_shared_expert = {shared}, moe_intermediate_size = {inner} and intermediate_size = "

@@ -50,6 +50,23 @@ NAMES = SourceNames(
     unused=("model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq", "rope.freqs"),
 )
 
+# LLaMAConfig's keys that are equal for all models of this family.
+_CONSTANTS: dict[str, Any] = {
+    "residual_mlp": False,
+    "disable_weight_only_quant_plugin": False,
+    "moe": moe_object(normalization_mode=None),
+    "remove_duplicated_kv_heads": False,
+    "fc_after_embed": False,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "layer_idx_offset": 0,
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "output_multiplier_scale": 1.0,
+    "has_partial_lora_mask": False,
+}
+
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's LLaMAConfig."""
@@ -57,8 +74,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         **common_config(hf, longest=2048),
         "attn_bias": bool(hf.get("attention_bias", False)),
         "mlp_bias": bool(hf.get("mlp_bias", False)),
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
-        **_constants(),
+        **_CONSTANTS,
         **uniform_window(hf, None),
     }
 
@@ -77,7 +93,6 @@ def own_config(
         **config,
         "attn_bias": bool(hf.get("attention_bias", False)),
         "mlp_bias": bool(hf.get("mlp_bias", False)),
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
         **(uniform_window(hf, None) if windows is None else window_keys(windows)),
         **superset(f"the family {family}", *config.get("superset", ())),
     }
@@ -108,26 +123,8 @@ def common_config(hf: HfConfig, *, longest: int, partial: bool = False) -> dict[
         **({} if part == 1 else {"rotary_pct": part}),
         "rotary_base": base,
         "rotary_scaling": scaling,
+        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
         **superset(*beyond_rotary(scaling)),
-    }
-
-
-def _constants() -> dict[str, Any]:
-    """Return the LLaMAConfig keys that are equal for all models of this family."""
-    return {
-        "residual_mlp": False,
-        "disable_weight_only_quant_plugin": False,
-        "moe": moe_object(normalization_mode=None),
-        "remove_duplicated_kv_heads": False,
-        "fc_after_embed": False,
-        "use_input_layernorm_in_first_layer": True,
-        "use_last_layernorm": True,
-        "layer_idx_offset": 0,
-        "embedding_multiplier": 1.0,
-        "attention_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-        "output_multiplier_scale": 1.0,
-        "has_partial_lora_mask": False,
     }
 
 

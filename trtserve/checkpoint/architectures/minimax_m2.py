@@ -34,7 +34,6 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         **common,
         "moe": moe_object(num_experts=experts, top_k=chosen, normalization_mode=RENORMALIZED),
         "scoring_func": "sigmoid",
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
         **superset(*common.get("superset", ()), "sigmoid routers", "norms over all heads"),
     }
 

@@ -32,7 +32,6 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         **common,
         "moe": moe_object(num_experts=experts, top_k=chosen, normalization_mode=mode),
         "attn_bias": bool(hf.get("attention_bias", False)),
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
         "post_norms": flex,
         **superset(*common.get("superset", ()), "norms over all heads"),
     }

@@ -11,6 +11,20 @@ from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import HfConfig, SourceNames, moe_object
 from trtserve.checkpoint.architectures.parts.positions import attention_kinds, window_keys, windows_of
 
+# QWenConfig's keys that are equal for all dense models.
+_CONSTANTS: dict[str, Any] = {
+    "mlp_bias": False,
+    "disable_weight_only_quant_plugin": False,
+    "num_labels": 1,
+    "use_logn_attn": False,
+    "seq_length": 8192,
+    "moe": moe_object(normalization_mode=0),
+    "moe_intermediate_size": 0,
+    "moe_shared_expert_intermediate_size": 0,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return the family's part of the checkpoint's config: keys of TensorRT-LLM 1.2's QWenConfig and the windows."""
@@ -28,25 +42,8 @@ def qwen_config(
         **llama.common_config(hf, longest=32768),
         "attn_bias": attn_bias,
         "qwen_type": qwen_type,
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
-        **_constants(),
+        **_CONSTANTS,
         **window_keys(_windows(hf) if windows is None else windows),
-    }
-
-
-def _constants() -> dict[str, Any]:
-    """Return the QWenConfig keys that are equal for all dense models."""
-    return {
-        "mlp_bias": False,
-        "disable_weight_only_quant_plugin": False,
-        "num_labels": 1,
-        "use_logn_attn": False,
-        "seq_length": 8192,
-        "moe": moe_object(normalization_mode=0),
-        "moe_intermediate_size": 0,
-        "moe_shared_expert_intermediate_size": 0,
-        "mlp_only_layers": [],
-        "decoder_sparse_step": 1,
     }
 
 

@@ -22,6 +22,19 @@ from trtserve.checkpoint.architectures.parts.positions import (
     uniform_window,
 )
 
+# GPTConfig's keys that are equal for all models of this family.
+_CONSTANTS: dict[str, Any] = {
+    "gpt_variant": "starcoder2",
+    "q_scaling": 1,
+    "embedding_scale": None,
+    "apply_query_key_layer_scaling": False,
+    "rotary_pct": 1.0,
+    "rotary_scaling": None,
+    "inner_layernorm": False,
+    "norm_before_bmm1": False,
+    "moe": moe_object(normalization_mode=1),
+}
+
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's GPTConfig and the window.
@@ -40,24 +53,9 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         "max_position_embeddings": longest,
         "bias": bool(hf.get("use_bias", True)),
         "rotary_base": base,
-        **_constants(),
+        **_CONSTANTS,
         **uniform_window(hf, hf.get("sliding_window")),
         **scaling,
-    }
-
-
-def _constants() -> dict[str, Any]:
-    """Return the GPTConfig keys that are equal for all models of this family."""
-    return {
-        "gpt_variant": "starcoder2",
-        "q_scaling": 1,
-        "embedding_scale": None,
-        "apply_query_key_layer_scaling": False,
-        "rotary_pct": 1.0,
-        "rotary_scaling": None,
-        "inner_layernorm": False,
-        "norm_before_bmm1": False,
-        "moe": moe_object(normalization_mode=1),
     }
 
 

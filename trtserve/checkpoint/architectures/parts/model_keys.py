@@ -117,7 +117,10 @@ def require_types(hf: HfConfig) -> None:
             raise WrongConfigError(
                 f"config.json has {key} = {given[key]} and {other} = {given[other]}, two names of one size."
             )
-    if not any(key in given for key in (*_DEPTHS, *_LISTS_OF_WORDS, "hybrid_override_pattern")):
+    # A Nemotron-H says what each layer is instead, and a Gemma omits the default.
+    omits = str(hf.get("model_type")).startswith(("nemotron_h", "gemma"))
+    listed = ("layers_block_type", "hybrid_override_pattern", *(["layer_types"] if omits else []))
+    if not any(key in given for key in (*_DEPTHS, *listed)):
         raise UnsupportedModelError(
             f"config.json of this {hf.get('model_type', 'unknown')} model lacks num_hidden_layers.",
             hint="Take config.json from the model's own repository.",

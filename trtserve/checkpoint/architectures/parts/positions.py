@@ -12,7 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import HfConfig, WrongConfigError, require_numbers, require_sizes, superset
+from trtserve.checkpoint.architectures.base import (
+    HfConfig,
+    WrongConfigError,
+    require_numbers,
+    require_sizes,
+    required,
+    superset,
+)
 from trtserve.errors import UnsupportedModelError
 
 _REQUIRED = {
@@ -282,19 +289,22 @@ def layer_kinds(hf: HfConfig, known: Sequence[str] = _KINDS) -> list[str] | None
     kinds = hf.get("layer_types")
     if kinds is None:
         return None
+    layers = required(hf, "num_hidden_layers")["num_hidden_layers"]
     unknown = sorted(set(kinds) - set(known))
-    if unknown or len(kinds) != hf["num_hidden_layers"]:
+    if unknown or len(kinds) != layers:
         raise UnsupportedModelError(
             f"config.json's layer_types has {len(kinds)} entries ({', '.join(sorted(set(kinds)))}); "
-            f"expected {hf['num_hidden_layers']} entries, {' or '.join(known)}."
+            f"expected {layers} entries, {' or '.join(known)}."
         )
     return list(kinds)
 
 
 def attention_kinds(hf: HfConfig, slides: Callable[[int], object]) -> list[str]:
     """Return `layer_types`, by default sliding attention in the layers for which `slides` is true."""
-    layers = range(int(hf["num_hidden_layers"]))
-    return layer_kinds(hf) or ["sliding_attention" if slides(layer) else "full_attention" for layer in layers]
+    if (kinds := layer_kinds(hf)) is not None:
+        return kinds
+    layers = range(required(hf, "num_hidden_layers")["num_hidden_layers"])
+    return ["sliding_attention" if slides(layer) else "full_attention" for layer in layers]
 
 
 def layer_flags(hf: HfConfig, key: str) -> list[bool] | None:
