@@ -17,10 +17,10 @@ def test_gpus_by_name_and_size() -> None:
     assert find_gpu("l40s") == GPUS["l40s-48gb"]
     assert find_gpu("H100_80GB") == GPUS["h100-80gb"]
     assert find_gpu("NVIDIA GeForce RTX 4090") == GPUS["rtx4090-24gb"]
-    with pytest.raises(UsageError, match="no known GPU, or several") as wrong:
-        find_gpu("h100-8gb")
-    assert "Did you mean h100-80gb" in str(wrong.value.hint)
-    with pytest.raises(UsageError, match="no known GPU, or several") as caught:
+    with pytest.raises(UsageError, match="not a known GPU") as wrong:
+        find_gpu("h300")
+    assert "h100-80gb? Or give its memory" in str(wrong.value.hint)
+    with pytest.raises(UsageError, match="the name of several GPUs") as caught:
         find_gpu("a100")
     assert "a100-40gb or a100-80gb" in str(caught.value.hint)
     assert parse_size("80GB", "--gpu-memory") == 80 * 10**9

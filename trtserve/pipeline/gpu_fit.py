@@ -273,13 +273,13 @@ def find_gpu(name: str) -> Gpu:
     found = [gpu for gpu in GPUS.values() if key in (_plain(gpu.name), gpu.name.partition("-")[0])]
     if len(found) == 1:
         return found[0]
-    plain = {_plain(known): known for known in GPUS}
-    close = [gpu.name for gpu in found] or [plain[near] for near in difflib.get_close_matches(key, plain, n=3)]
-    raise UsageError(
-        f"--gpu {name} matches no known GPU, or several.",
-        hint=f"{'Did you mean ' + ' or '.join(close) + '? ' if close else ''}Known: {', '.join(GPUS)}; otherwise use "
-        "--gpu-memory 80GB.",
-    )
+    if found:
+        names = " or ".join(gpu.name for gpu in found)
+        raise UsageError(f"--gpu {name} is the name of several GPUs.", hint=f"Did you mean {names}?")
+    plain = {word: known for known in GPUS for word in (_plain(known), known.partition("-")[0])}
+    close = [plain[near] for near in difflib.get_close_matches(key, plain, n=3)]
+    hint = f"Did you mean {' or '.join(dict.fromkeys(close))}?" if close else f"Known: {', '.join(GPUS)}."
+    raise UsageError(f"--gpu {name} is not a known GPU.", hint=f"{hint} Or give its memory: --gpu-memory 80GB.")
 
 
 def _plain(name: str) -> str:
