@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -38,6 +39,7 @@ from trtserve.repository.check import RULES, check_repository, require_sound
 from trtserve.repository.check.repository import MachineFacts
 from trtserve.repository.check.rules import RepositoryReport
 from trtserve.repository.engines import Installation
+from trtserve.repository.programs import import_statements
 
 LOADED = {rule.name for rule in RULES if rule.needs == "tokenizer"}
 
@@ -92,6 +94,16 @@ def test_no_alarm_on_good_repositories(factory: RepositoryFactory, good: dict[st
     assert len(found) >= 20
     reports = {name: report_of(path, tokenizers=name in good) for name, path in found.items()}
     assert {name: report.findings for name, report in reports.items() if report.findings} == {}
+
+
+def test_imports_are_found_in_every_part_of_a_program() -> None:
+    parts = ("try:", "except OSError:", "else:", "finally:")
+    source = "def f():\n" + "".join(f"  {part}\n    import m{number}\n" for number, part in enumerate(parts))
+    source += "match f:\n  case 1:\n    from m4 import x\nimport m5\n"
+    found = [
+        each.module if isinstance(each, ast.ImportFrom) else each.names[0].name for each in import_statements(source)
+    ]
+    assert sorted(filter(None, found)) == [f"m{number}" for number in range(6)]
 
 
 def _with_moderation_step(repository: Path) -> None:
