@@ -78,8 +78,6 @@ def find_measured(spec: BenchSpec, endpoint: Endpoint, client: SyncClient, *, of
         if not offline or spec.model not in (None, CORE_MODEL):
             raise
         return Measured(target=None, name=CORE_MODEL, takes_text=False, tokenizer=None, adds_special_tokens=False)
-    if spec.protocol == "http" and endpoint.tls is not None:
-        raise UsageError("Triton has no encryption over HTTP; leave --ssl out or use --protocol grpc.")
     text = takes_text(model)
     return Measured(
         target=LoadTarget(
