@@ -63,10 +63,11 @@ def test_the_memory_of_a_helper_is_what_the_plan_counts() -> None:
     vocabulary = {token: number for number, token in enumerate([*string.ascii_lowercase, *pairs, *pieces])}
     model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "byte_fallback": False}
     text = json.dumps({"version": "1.0", "added_tokens": [], "model": model}, indent=2)
+    before = set(psutil.Process().children())
     encoding = EncodingProcess(text)
     try:
         assert encoding.encode(["abc" * 1000], special=False, seconds=60)[0][0] == [vocabulary["abc"]] * 1000
-        child = psutil.Process().children()[-1]
+        (child,) = set(psutil.Process().children()) - before
         memory = [
             int(re.findall(r"Pss_Anon: *(\d+) kB", Path(f"/proc/{each.pid}/smaps_rollup").read_text())[0]) << 10
             for each in (child, *child.children())
