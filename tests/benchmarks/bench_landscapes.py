@@ -27,7 +27,8 @@ def searches(first: int, count: int, *, equal: bool = False) -> list[tuple[str, 
         each = score(
             Landscape.random(size, first + number), "none" if equal else goal, seed=first + number, equal=equal
         )
-        print(f"{case}: found {each.found:.3f} in {each.time:.3f} of the time, {each.trials} trials", flush=True)
+        found_part = "among equals" if equal else f"found {each.found:.3f}"
+        print(f"{case}: {found_part} in {each.time:.3f} of the time, {each.trials} trials", flush=True)
         found.append((case, each))
     return found
 
@@ -58,7 +59,7 @@ def main() -> None:
             rows.append(
                 Row(case=f"error of {name}, {words}", value=statistics.median(errors), target=target, at_most=True)
             )
-    equals = searches(arguments.first, arguments.count // 3, equal=True)
+    equals = searches(arguments.first, max(1, arguments.count // 3), equal=True)
     winners = [case for case, each in equals if each.search.outcome.best and each.search.outcome.best.candidate.values]
     share = len(winners) / len(equals)
     rows.append(Row(case=f"winners among equals, of {len(equals)}", value=share, target=0.05, at_most=True))
