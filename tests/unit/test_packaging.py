@@ -60,6 +60,14 @@ def test_the_notice_names_every_package_and_its_licence() -> None:
     assert {Requirement(text).name for text in texts} - noted.keys() == set()
 
 
+def test_no_version_of_jinja2_is_taken_that_templates_of_strangers_can_leave() -> None:
+    # CVE-2025-27516: the sandbox of 3.1.5 and before let a template call str.format through `attr`.
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (wanted,) = (Requirement(text) for text in project["dependencies"] if Requirement(text).name == "jinja2")
+    assert not wanted.specifier.contains("3.1.5")
+    assert wanted.specifier.contains("3.1.6")
+
+
 def test_the_pictures_show_the_page_and_the_report_of_today() -> None:
     # Take them again (`make recording`) when the page or the report looks different.
     taken = json.loads((ROOT / "docs" / "assets" / "pictures.json").read_text(encoding="utf-8"))
