@@ -1,19 +1,22 @@
-"""Two imports behind one port, of which only one fits the memory budget, on real servers."""
+"""Two imports behind one encrypted port, of which only one fits the memory budget, on real servers."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import ssl
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from openai import APIStatusError, OpenAI
+from openai import APIStatusError, DefaultHttpxClient, OpenAI
 
+from tests.support.certificates import certificates
 from tests.support.commands import trtserve
+from tests.support.peft_adapters import write_adapter
 from tests.support.waiting import wait_until
 from trtserve.errors import LockedError, UsageError
 from trtserve.host.ports import free_ports
@@ -43,8 +46,10 @@ def test_ports_that_many_models_do_not_have_are_refused(spec: ServerSpec, flag: 
 
 def test_two_models_in_turn(tmp_path: Path) -> None:
     home, (port,) = tmp_path / "store", free_ports("127.0.0.1", 1)
-    for name in ("one", "two", "broken"):
-        trtserve("import", "demo", "--name", name, home=home)
+    adapter = write_adapter(tmp_path / "parrot", modules={"self_attn.q_proj": (256, 256)}, layers=4)
+    lora = ("--lora-plugin", "auto", "--lora-target-modules", "attn_q", "--lora", f"parrot={adapter}")
+    for name, options in (("one", lora), ("two", ()), ("broken", ())):
+        trtserve("import", "demo", "--name", name, *options, home=home)
     (broken,) = (home / "repositories").glob("broken-*")
     (broken / "tensorrt_llm" / "1" / "model.py").write_text("import nothing_of_this_name\n")
     key = tmp_path / "key"
@@ -58,33 +63,38 @@ def test_two_models_in_turn(tmp_path: Path) -> None:
         "--http-port",
         str(port),
         "--idle-unload",
-        "5",
+        "10",
         "--memory-budget",
         "0.6",
         "--no-verify",
     )
     refused = trtserve(*start[:-2], "0.1", home=home, check=False)
     assert "one needs" in refused.stderr
-    trtserve(*start, "--api-key-file", str(key), "--detach", home=home)
-    url = f"http://127.0.0.1:{port}"
-    client = OpenAI(base_url=f"{url}/v1", api_key=KEY, timeout=300, max_retries=0)
+    own = certificates()
+    encrypted = ("--tls-certificate", str(own.server), "--tls-key", str(own.server_key))
+    trtserve(*start, "--api-key-file", str(key), *encrypted, "--detach", home=home)
+    url = f"https://127.0.0.1:{port}"
+    trust = ssl.create_default_context(cafile=certificates().root)
+    http = DefaultHttpxClient(verify=trust)
+    client = OpenAI(base_url=f"{url}/v1", api_key=KEY, timeout=300, max_retries=0, http_client=http)
     try:
-        _use(client, url, home)
+        _use(client, url, home, trust)
     finally:
+        client.close()
         stopped = trtserve("stop", "--all", home=home)
     assert sorted(stopped.stdout.split()) == ["broken", "models"]
     assert not [each for each in psutil.process_iter(["cmdline"]) if str(home) in " ".join(each.info["cmdline"] or ())]
 
 
-def _use(client: OpenAI, url: str, home: Path) -> None:
-    from anthropic import Anthropic
+def _use(client: OpenAI, url: str, home: Path, trust: ssl.SSLContext) -> None:
+    import anthropic
 
     def states() -> dict[str, str]:
         return {each.id: each.model_extra["status"]["value"] for each in client.models.list().data if each.model_extra}
 
-    assert states() == {"one": "unloaded", "two": "unloaded", "broken": "unloaded"}
+    assert states() == dict.fromkeys(("one", "parrot", "two", "broken"), "unloaded")
     with pytest.raises(APIStatusError, match="API key"):
-        answer(OpenAI(base_url=f"{url}/v1", api_key="another-key-of-nobody", max_retries=0), "one")
+        answer(client.with_options(api_key="another-key-of-nobody"), "one")
     with pytest.raises(APIStatusError, match="The model `three` does not exist"):
         answer(client, "three")
 
@@ -95,12 +105,19 @@ def _use(client: OpenAI, url: str, home: Path) -> None:
         pieces = [chunk.choices[0] for chunk in stream if chunk.choices]
         assert len({each.result() for each in whole}) == 1, "both are the same model"
     assert pieces[-1].finish_reason in ("length", "stop")
-    assert sum(state == "loaded" for state in states().values()) <= 1
+    assert sum(states()[name] == "loaded" for name in ("one", "two")) <= 1
 
-    (name,) = [name for name, state in states().items() if state == "loaded"]
-    made = Anthropic(base_url=url, api_key=KEY, timeout=300).messages.create(
-        model=name, max_tokens=8, messages=[{"role": "user", "content": QUESTION}]
-    )
+    (adapted,) = client.completions.create(
+        model="parrot", prompt=QUESTION, max_tokens=8, temperature=0, logprobs=0
+    ).choices
+    (plain,) = client.completions.create(model="one", prompt=QUESTION, max_tokens=8, temperature=0, logprobs=0).choices
+    assert adapted.logprobs != plain.logprobs, "an adapter is asked by its name"
+    assert (states()["parrot"], states()["two"]) == ("loaded", "unloaded")
+
+    (name,) = [name for name, state in states().items() if state == "loaded" and name != "parrot"]
+    http = anthropic.DefaultHttpxClient(verify=trust)
+    with anthropic.Anthropic(base_url=url, api_key=KEY, timeout=300, http_client=http) as claude:
+        made = claude.messages.create(model=name, max_tokens=8, messages=[{"role": "user", "content": QUESTION}])
     assert made.content[0].type == "text"
     (server,) = [each["server"] for each in _status(home) if each["server"]["name"] == name]
     os.kill(server["supervisor"], signal.SIGKILL)
