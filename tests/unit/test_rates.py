@@ -33,7 +33,11 @@ def test_durations_are_predicted_only_from_measurements(tmp_path: Path) -> None:
     assert read_rates(store) == {}
 
 
-@pytest.mark.parametrize("content", [{"build": [{}, {"bytes": 1}, 7, {"bytes": "1", "seconds": 2}]}, {"build": 3}, []])
+_HUGE = [{"bytes": 1 << 30, "seconds": 10**400}, {"bytes": 10**400, "seconds": 1}]
+_STRANGE = [{}, {"bytes": 1}, 7, {"bytes": "1", "seconds": 2}]
+
+
+@pytest.mark.parametrize("content", [{"build": _STRANGE}, {"build": _HUGE}, {"build": 3}, []])
 def test_invalid_rate_files_are_ignored(content: object, tmp_path: Path) -> None:
     (tmp_path / "rates.json").write_text(json.dumps(content))
     store = Store(tmp_path)

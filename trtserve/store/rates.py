@@ -17,6 +17,7 @@ _FILE = "rates.json"
 # several times larger.
 _TELLING_BYTES = 128 * 2**20
 _FEW_TIMES = 4
+_MOST = 1 << 60  # bytes or seconds; a float does not hold every number of JSON
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 
@@ -50,7 +51,9 @@ def _is_run(content: object) -> bool:
     return (
         isinstance(content, dict)
         and type(content.get("bytes")) is int
+        and 0 < content["bytes"] < _MOST
         and isinstance(content.get("seconds"), (int, float))
+        and 0 <= content["seconds"] < _MOST
     )
 
 
