@@ -1,4 +1,4 @@
-"""The documentation, in a wheel below trtserve/docs and in a checkout below docs: its pages and sections."""
+"""The documentation that travels with the package: its pages and sections."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+_FOLDER = Path(__file__).parents[1] / "docs"
 _UNLISTED = ("changelog.md", "index.md", "performance-history.md")
 _MOST_SECTIONS, _OFTEN = 25, 3  # a word of more sections is telling only where it is said often
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A part of a page below one heading."""
 
     page: str
@@ -28,29 +29,22 @@ class Section:
 def page_text(name: str) -> str | None:
     """Return the Markdown of a page by its name: `how-to/serve`, `how-to/serve.md`, `docs/how-to/serve.md`."""
     wanted = name.removeprefix("docs/").removesuffix(".md")
-    pages = {str(page.relative_to(_folder()).with_suffix("")): page for page in _folder().rglob("*.md")}
+    pages = {str(page.relative_to(_FOLDER).with_suffix("")): page for page in _FOLDER.rglob("*.md")}
     return pages[wanted].read_text(encoding="utf-8") if wanted in pages and name != wanted.rpartition("/")[2] else None
 
 
-def sections() -> Iterator[Section]:
+def sections() -> Iterator[PageSection]:
     """Yield the sections of all pages but decisions, commands and what tells of the past."""
     found: list[tuple[str, str, str, Counter[str]]] = []
-    root = _folder()
-    for page in sorted({*root.glob("*.md"), *root.glob("*/*.md")} - {root / name for name in _UNLISTED}):
+    for page in sorted({*_FOLDER.glob("*.md"), *_FOLDER.glob("*/*.md")} - {_FOLDER / name for name in _UNLISTED}):
         if page.parent.name == "decisions":
             continue
         outside_code = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL).replace("`", "")
         _, *parts = re.split(r"^#+ (.+)$", outside_code, flags=re.MULTILINE)
         for heading, text in zip(parts[::2], parts[1::2], strict=True):
             words = Counter(re.findall(r"[a-z][a-z0-9]+", re.sub(r"\]\(.*?\)", "", text).lower()))
-            found.append((str(page.relative_to(root)), parts[0], "" if heading is parts[0] else heading, words))
+            found.append((str(page.relative_to(_FOLDER)), parts[0], "" if heading is parts[0] else heading, words))
     spread = Counter(word for *_, words in found for word in words)
     for name, title, heading, words in found:
         telling = (word for word, times in words.items() if spread[word] <= _MOST_SECTIONS or times >= _OFTEN)
-        yield Section(name, title, heading, frozenset(telling))
-
-
-def _folder() -> Path:
-    package = Path(__file__).parents[1]
-    installed = package / "docs"
-    return installed if installed.is_dir() else package.parent / "docs"
+        yield PageSection(name, title, heading, frozenset(telling))
