@@ -15,7 +15,7 @@ from trtserve.store import Store
 pytestmark = [pytest.mark.triton, pytest.mark.needs("notebook")]
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
-TIMEOUT = 120
+TIMEOUT = 600
 """Seconds that one cell may take."""
 
 

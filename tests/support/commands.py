@@ -11,7 +11,7 @@ from trtserve.files import write_json
 from trtserve.server.doctor import stub
 from trtserve.store import Store
 
-TIMEOUT = 120.0
+TIMEOUT = 600.0
 
 
 def trtserve(
