@@ -67,17 +67,36 @@ def run_entry(monkeypatch: pytest.MonkeyPatch, test: Callable[[Entry], object], 
     asyncio.run(asyncio.wait_for(inner(), 60))
 
 
-def test_a_client_with_the_key_does_not_wait_for_the_strangers_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("late", [KEY, b"GET /v2/health/ready?x HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+def test_who_has_the_key_or_needs_none_does_not_wait_for_the_strangers_before(
+    monkeypatch: pytest.MonkeyPatch, late: bytes
+) -> None:
     async def burst(entry: Entry) -> None:
         for _ in range(100):
             entry.connect(HEAD + b"\r\n{")
-        entry.connect(KEY)
-        while KEY not in entry.begun:  # the clock stands still: only as many strangers as may come at once begin
+        entry.connect(late)
+        while late not in entry.begun:  # the clock stands still: only as many strangers as may come at once begin
             entry.lobby.accept(entry.listening)
         assert len(entry.begun) <= 10
         await entry.until(lambda: len(entry.begun) == 101)
 
     run_entry(monkeypatch, burst)
+
+
+@pytest.mark.parametrize("end", [b"", b"\r\n"])
+def test_what_waiting_connections_have_sent_has_a_limit(monkeypatch: pytest.MonkeyPatch, end: bytes) -> None:
+    monkeypatch.setattr("trtserve.gateway.lobby._MOST", 100_000)
+
+    async def crowd(entry: Entry) -> None:
+        for _ in range(20):
+            entry.connect(HEAD + b"x: " + b"y" * 20_000 + b"\r\n" + end)
+        entry.connect(KEY)
+        while KEY not in entry.begun:
+            entry.lobby.accept(entry.listening)
+            await asyncio.sleep(0)
+        assert 0 < entry.lobby._bytes <= 100_000
+
+    run_entry(monkeypatch, crowd)
 
 
 @pytest.mark.parametrize("content", [b"", b"P", b"GET /health HTTP/1.1\r\nHos", b"GET / HTTP/1.1\r\nA: b\r\n"])

@@ -23,7 +23,7 @@ _LOOKS, _BEGINS = 16, 4
 _PAUSE = 0.01
 # Seconds between requests without the key, which so take an eighth of a processor, and how many may come at once.
 _STRANGER, _STRANGERS = 0.0025, 8
-_HEADS = 32 << 20  # bytes of the unfinished headers of all connections
+_MOST = 32 << 20  # bytes that all connections that wait have sent
 _METHOD = re.compile(rb"[A-Z]{1,20}( |\Z)")
 _BLANK = re.compile(rb"\n\r?\n")
 
@@ -45,6 +45,7 @@ class _Newcomer:
 
     def give_way(self) -> None:
         self._lobby.forget(self)
+        self.content.clear()  # it may still be among the strangers
         self.client.close()
 
 
@@ -142,16 +143,16 @@ class Lobby:
         if not self._encrypted:
             newcomer.content += part
             self._bytes += len(part)
-            if self._is_unfinished(newcomer.content, len(part)):
-                while self._bytes > _HEADS:
+            unfinished = self._is_unfinished(newcomer.content, len(part))
+            if unfinished or not self._knows(bytes(newcomer.content)):
+                if not unfinished:
+                    self._ready.unregister(newcomer.client)
+                    newcomer.whole = True
+                    self._strangers.append(newcomer)
+                    if self._turn is None:
+                        self._begin_strangers()
+                while self._bytes > _MOST:
                     next(iter(self._waiting.values())).give_way()
-                return False
-            if not self._knows(bytes(newcomer.content)):
-                self._ready.unregister(newcomer.client)
-                newcomer.whole = True
-                self._strangers.append(newcomer)
-                if self._turn is None:
-                    self._begin_strangers()
                 return False
         self.forget(newcomer)
         self._begin(newcomer.client, bytes(newcomer.content))
