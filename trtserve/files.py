@@ -12,7 +12,7 @@ import resource
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -152,7 +152,7 @@ def locked(path: Path, *, wait: bool = True, shared: bool = False) -> Iterator[N
             yield
         finally:
             if not shared or _is_last(handle, path):
-                path.unlink(missing_ok=True)
+                _drop(path)
 
 
 @contextmanager
@@ -170,7 +170,7 @@ def abandoned(path: Path) -> Iterator[bool]:
         try:
             yield True
         finally:
-            path.unlink(missing_ok=True)
+            _drop(path)
 
 
 def _lock_file(path: Path, kind: int, *, tries: int | None) -> TextIO:
@@ -191,6 +191,12 @@ def _lock_file(path: Path, kind: int, *, tries: int | None) -> TextIO:
                 f"Another trtserve process is working on {path.stem}.", hint="Wait for it to end, then try again."
             ) from None
         handle.close()
+
+
+def _drop(path: Path) -> None:
+    """Remove a lock file, unless only another user may: it does no harm."""
+    with suppress(PermissionError):
+        path.unlink(missing_ok=True)
 
 
 def _is_last(handle: TextIO, path: Path) -> bool:

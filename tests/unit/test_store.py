@@ -291,6 +291,26 @@ def test_what_a_killed_process_was_replacing_comes_back_and_what_it_was_removing
     assert (_publish(going, 2, "again").path / "rank0.engine").read_text() == "again"
 
 
+def test_what_another_user_left_stays_and_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store()
+    made = _publish(store.destination(Engine, "theirs", "a" * 12), 1, "one").path
+    old = made.rename(made.with_name(f".{made.name}.old"))
+    lock = store.name_lock("theirs")
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")  # as in a folder with the sticky bit
+
+    with monkeypatch.context() as patched:
+        for name in ("rename", "unlink"):
+            patched.setattr(Path, name, refuse)
+        with store.in_use("theirs"):
+            pass
+    assert (old / MANIFEST).exists()
+    assert lock.exists()
+
+
 def test_a_lock_that_is_held_for_a_moment_only_is_no_reason_to_give_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

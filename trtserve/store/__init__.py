@@ -271,16 +271,17 @@ class Store:
     def sweep(self) -> None:
         """Remove what killed processes left half done, with their locks, and put back what they were replacing.
 
-        What a process that is alive fills is locked, and stays. So do unfinished downloads: the next one continues.
+        What a process that is alive fills is locked, and stays. So do unfinished downloads, which the next one
+        continues, and what belongs to another user.
         """
         for folder in (self.folder(kind) for kind in _FOLDERS):
             for destination in {_published(hidden) for hidden in folder.glob(".*")}:
-                with abandoned(artifact_lock(destination)) as free:
+                with suppress(PermissionError), abandoned(artifact_lock(destination)) as free:
                     if free:
                         _recover(destination.with_name(f".{destination.name}{_STAGED}"), destination)
         for folder in (self.root, self.names, self.servers, self.root / "locks", self.root / "locks" / "names"):
             for lock in folder.glob("*.lock"):  # pathlib finds hidden files too
-                with abandoned(lock) as free:
+                with suppress(PermissionError), abandoned(lock) as free:
                     if free:  # `write_json` writes there
                         lock.with_suffix(_STAGED).unlink(missing_ok=True)
 
