@@ -314,6 +314,22 @@ def test_percentages_over_time_have_a_scale_each() -> None:
     assert "row" not in plots["Requests in flight and batch size"]["encoding"]
 
 
+def test_a_long_run_with_a_value_that_is_always_0_is_read_a_few_times_only() -> None:
+    class Row(dict[str, float]):
+        def get(self, name: str, default: float = 0.0) -> float:  # type: ignore[override]
+            read.append(name)
+            return super().get(name, default)
+
+    read = list[str]()
+    rows: list[dict[str, float]] = [
+        Row(time_ns=moment * 1e9, in_flight=1.0, cpu=90.0, steal=0.0) for moment in range(200)
+    ]
+    assert "Server and machine over time" in {
+        plot["title"] for plot in chart([made(1, samples=Samples(rows=rows))])["concat"]
+    }
+    assert len(read) < 50 * len(rows)
+
+
 @pytest.mark.needs("vl_convert")
 @pytest.mark.parametrize("ending", ["html", "svg", "png"])
 def test_plots_are_written_without_a_network(tmp_path: Path, ending: str) -> None:

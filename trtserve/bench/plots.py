@@ -289,11 +289,12 @@ def _over_time(
 ) -> Spec | None:
     """Return lines over time of what is not always 0, `apart` with a scale for each; None without enough samples."""
     start = rows[0]["time_ns"]
+    names = {name: label for name, label in names.items() if any(row.get(name) for row in rows)}
     points = [
         {"s": (row["time_ns"] - start) / 1e9, "what": label, "value": row[name] * (100 if name == "kv_use" else 1)}
         for row in rows
         for name, label in names.items()
-        if name in row and any(each.get(name) for each in rows)
+        if name in row
     ]
     if len(rows) < _FEWEST_SAMPLES or not points:
         return None
