@@ -175,7 +175,7 @@ def abandoned(path: Path) -> Iterator[bool]:
 
 def _lock_file(path: Path, kind: int, *, tries: int | None) -> TextIO:
     while True:
-        handle = path.open("a")
+        handle = path.open("a+")  # NFS gives shared locks only on files that may be read
         try:
             fcntl.flock(handle, kind | (0 if tries is None else fcntl.LOCK_NB))
             # The previous owner removed its file, and a lock on a removed file protects nothing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import threading
@@ -289,6 +290,19 @@ def test_what_a_killed_process_was_replacing_comes_back_and_what_it_was_removing
     store.sweep()
     assert [path.name for path in store.folder(Engine).iterdir()] == [kept.name]
     assert (_publish(going, 2, "again").path / "rank0.engine").read_text() == "again"
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_locks_are_of_files_that_may_be_read_and_written_as_nfs_wants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    modes = []
+    monkeypatch.setattr(
+        "trtserve.files.fcntl.flock", lambda file, _: modes.append(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE)
+    )
+    with locked(tmp_path / "a.lock", shared=shared):
+        pass
+    assert {*modes} == {os.O_RDWR}
 
 
 def test_what_another_user_left_stays_and_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
