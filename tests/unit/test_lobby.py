@@ -7,10 +7,15 @@ import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
+from tests.support.gateways import settings_of
 from trtserve.gateway.admission import Access
+from trtserve.gateway.listener import _BoundedProtocol
 from trtserve.gateway.lobby import GivesWay, Lobby
 from trtserve.gateway.settings import RequestLimits
 
@@ -160,3 +165,23 @@ def test_connections_that_send_nothing_are_closed_in_time(monkeypatch: pytest.Mo
         assert {client.recv(1) for client in clients} == {b""}
 
     run_entry(monkeypatch, silent)
+
+
+def test_what_came_before_the_protocol_is_read_and_not_kept() -> None:
+    class Application:
+        settings = settings_of()
+
+        async def __call__(self, *_: object) -> None:
+            raise AssertionError("no request is whole")
+
+    async def begin() -> None:
+        config = uvicorn.Config(Application(), ws="none", lifespan="off", log_config=None)
+        config.load()
+        protocol = _BoundedProtocol(config, server_state=ServerState(), app_state={})
+        protocol.begins_with = b"GET / HTTP/1.1\r\n"
+        protocol.connection_made(Mock())
+        assert protocol._in_headers
+        assert protocol.begins_with == b""
+        protocol.connection_lost(None)
+
+    asyncio.run(begin())

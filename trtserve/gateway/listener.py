@@ -240,8 +240,9 @@ class _BoundedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self.giving_way[self] = None
         self._start_timer()
-        if self.begins_with:
-            self.data_received(self.begins_with)
+        sent, self.begins_with = self.begins_with, b""
+        if sent:
+            self.data_received(sent)
 
     def give_way(self) -> None:
         """Close the connection, and leave its room at once to another one."""
