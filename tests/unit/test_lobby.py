@@ -171,7 +171,7 @@ def test_what_came_before_the_protocol_is_read_and_not_kept() -> None:
     class Application:
         settings = settings_of()
 
-        async def __call__(self, *_: object) -> None:
+        async def __call__(self, scope: object, receive: object, send: object) -> None:
             raise AssertionError("no request is whole")
 
     async def begin() -> None:
