@@ -28,6 +28,7 @@ from trtserve.executor.api import KvCacheConfig, Request
 from trtserve.pipeline.setup_file.content import json_schema
 from trtserve.pipeline.setup_file.reading import read_setup
 from trtserve.pipeline.tuning.answer import headline, make_answer, pareto, write_answer
+from trtserve.pipeline.tuning.race import SURE, Race, Run
 from trtserve.pipeline.tuning.roofline import MachineSpeed, ModelShape, SpeedModel
 from trtserve.pipeline.tuning.search import Goal, Search
 from trtserve.pipeline.tuning.space import Candidate, Space, Values, find_space
@@ -300,6 +301,21 @@ def test_equal_configurations_keep_the_file(tmp_path: Path) -> None:
         assert len({trial.candidate.values for trial in trials.done}) > 1
         assert outcome.best is not None
         assert not outcome.best.candidate.values
+
+
+def test_what_is_not_surely_better_is_said_with_an_interval_that_has_no_difference_in_it(tmp_path: Path) -> None:
+    search = search_of(tmp_path, "")
+    search.run()
+    own, other = (next(lane for lane in search._tried if bool(lane[0]) is changed) for changed in (False, True))
+    race = Race[Any](comparisons=1)
+    for lane, rate in ((own, 100.0), (other, 104.0)):
+        for part in (0.99, 1.0, 1.01):
+            race.add(lane, Run(value=part * rate))
+    assert race.beats(other, own)
+    assert not race.beats(other, own, SURE)
+    search._decide(race, [own, other], own, search._tried)
+    (reason,) = (each for each in search.outcome.reasons if each.startswith("No sure difference"))
+    assert "is between -" in reason
 
 
 def test_the_setup_file_says_what_was_changed_and_why(tmp_path: Path) -> None:

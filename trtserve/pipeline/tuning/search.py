@@ -414,9 +414,10 @@ class Search:
             outcome.own = race.mean(own)
             gain = race.difference(winner, own)
             if winner != own and winner[0] and not race.beats(winner, own, SURE):
+                low, high = race.difference(winner, own, SURE)
                 outcome.reasons.append(
-                    f"No sure difference: {words(winner[0])} is between {gain[0]:+.0%} and {gain[1]:+.0%} of the "
-                    "file's own configuration, which is kept."
+                    f"No sure difference: {words(winner[0])} is between {low:+.1%} and {high:+.1%} of the file's own "
+                    "configuration, which is kept."
                 )
                 winner = own
             elif winner[0]:
