@@ -15,9 +15,11 @@ from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.executor.openvino import paged_model
 from trtserve.executor.openvino.runtime import OpenvinoPlan
+from trtserve.executor.runtimes import RUNTIMES
 from trtserve.pipeline.build import plan_build
 from trtserve.specs import BuildSpec, ConvertSpec
 from trtserve.specs.build import DeviceName
+from trtserve.specs.runtime import Runtime
 
 SPEC = BuildSpec(runtime="openvino", max_seq_len=64)
 
@@ -50,6 +52,13 @@ def test_a_device_that_cannot_serve_is_refused(
     monkeypatch.setattr(paged_model, "openvino_core", lambda: SimpleNamespace(available_devices=["CPU"]))
     with pytest.raises(UsageError, match=words):
         plan_build(checkpoint, replace(SPEC, device=device))
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES.values(), ids=RUNTIMES)
+def test_no_runtime_is_named_for_an_npu(runtime: Runtime) -> None:
+    with pytest.raises(UsageError) as refused:
+        runtime.require_device(BuildSpec(device="npu"))
+    assert "npu" not in f"{refused.value.hint} {runtime.devices}"
 
 
 def test_auto_is_the_cpu_where_there_is_no_gpu(checkpoint: Checkpoint) -> None:

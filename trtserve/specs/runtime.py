@@ -259,9 +259,10 @@ class Runtime:
         """Raise UsageError when `spec` asks for a device that the runtime does not have."""
         if spec.device not in (None, *self.devices):
             other = "torch" if spec.device in ("cpu", "cuda") else "openvino"
+            instead = "" if spec.device == "npu" else f", or choose --runtime {other} --device {spec.device}"
             raise UsageError(
                 f"--device {spec.device}: the {self.name} runtime takes {', '.join(self.devices)}.",
-                hint=f"Leave out --device, or choose --runtime {other} --device {spec.device}.",
+                hint=f"Leave out --device{instead}.",
             )
 
 

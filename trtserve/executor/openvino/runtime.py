@@ -88,7 +88,7 @@ class OpenvinoRuntime(EmbeddedRuntime):
     name = "openvino"
     extra = "cpu"
     narrower = "--quantize int8 or int4"
-    devices = ("cpu", "gpu", "npu", "auto")
+    devices = ("cpu", "gpu", "auto")
 
     def device(self, asked: DeviceName | None = None) -> Device:
         del asked
@@ -101,8 +101,8 @@ class OpenvinoRuntime(EmbeddedRuntime):
 
     def plan(self, config: CheckpointConfig, spec: BuildSpec) -> OpenvinoPlan:
         version = _openvino_version()
-        self.require_device(spec)
         plugin = plugin_of(spec.device)
+        self.require_device(spec)
         _require_supported(config)
         # The plugin keeps states in the type of arithmetic. In bfloat16 one that fades slowly loses what tokens add.
         decoder = family(config.architecture).decoder(config)
