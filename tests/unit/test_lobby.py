@@ -52,6 +52,15 @@ class Entry:
         client.sendall(content)
         return client
 
+    async def accept_until(self, reached: Callable[[], bool]) -> None:
+        """Accept what has come, while the clock stands still."""
+        for _ in range(100_000):
+            if reached():
+                return
+            self.lobby.accept(self.listening)
+            await asyncio.sleep(0)
+        raise AssertionError("what has come was not accepted")
+
     async def until(self, reached: Callable[[], bool]) -> None:
         """Let the event loop turn, and the clock with it."""
         while not reached():
@@ -80,8 +89,8 @@ def test_who_has_the_key_or_needs_none_does_not_wait_for_the_strangers_before(
         for _ in range(100):
             entry.connect(HEAD + b"\r\n{")
         entry.connect(late)
-        while late not in entry.begun:  # the clock stands still: only as many strangers as may come at once begin
-            entry.lobby.accept(entry.listening)
+        # The clock stands still: only as many strangers as may come at once begin
+        await entry.accept_until(lambda: late in entry.begun)
         assert len(entry.begun) <= 10
         await entry.until(lambda: len(entry.begun) == 101)
 
@@ -96,9 +105,7 @@ def test_what_waiting_connections_have_sent_has_a_limit(monkeypatch: pytest.Monk
         for _ in range(20):
             entry.connect(HEAD + b"x: " + b"y" * 20_000 + b"\r\n" + end)
         entry.connect(KEY)
-        while KEY not in entry.begun:
-            entry.lobby.accept(entry.listening)
-            await asyncio.sleep(0)
+        await entry.accept_until(lambda: KEY in entry.begun)
         assert 0 < entry.lobby._bytes <= 100_000
 
     run_entry(monkeypatch, crowd)
@@ -110,8 +117,7 @@ def test_what_has_not_arrived_begins_nothing_until_the_rest_comes(
 ) -> None:
     async def drip(entry: Entry) -> None:
         client = entry.connect(content)
-        while not len(entry.lobby):
-            entry.lobby.accept(entry.listening)
+        await entry.accept_until(lambda: len(entry.lobby) > 0)
         for part in (
             HEAD[len(content) :] if HEAD.startswith(content) else b"x: y\r\n",
             b"x-api-key: the-key\r\n\r",
@@ -131,22 +137,18 @@ def test_what_has_not_arrived_begins_nothing_until_the_rest_comes(
 def test_what_the_protocol_refuses_does_not_wait_for_its_end(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     async def refused(entry: Entry) -> None:
         entry.connect(content)
-        while not entry.begun:
-            entry.lobby.accept(entry.listening)
-            await asyncio.sleep(0)
+        await entry.accept_until(lambda: len(entry.begun) > 0)
         assert content.startswith(entry.begun[0][:3])
 
     run_entry(monkeypatch, refused)
 
 
 def test_the_oldest_connection_makes_room_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def crowd(entry: Entry) -> None:
+    async def crowd(entry: Entry) -> None:
         clients = [entry.connect() for _ in range(5)]
-        while len(entry.lobby) < 3:
-            entry.lobby.accept(entry.listening)
+        await entry.accept_until(lambda: len(entry.lobby) >= 3)
         client = entry.connect(KEY)
-        while not entry.begun:
-            entry.lobby.accept(entry.listening)
+        await entry.accept_until(lambda: len(entry.begun) > 0)
         assert client.recv(1) == b""  # `_begin` closed it
         assert [each.recv(1) for each in clients[:2]] == [b"", b""]
 
@@ -156,8 +158,7 @@ def test_the_oldest_connection_makes_room_for_a_new_one(monkeypatch: pytest.Monk
 def test_connections_that_send_nothing_are_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async def silent(entry: Entry) -> None:
         clients = [entry.connect() for _ in range(40)]
-        while len(entry.lobby) < len(clients):
-            entry.lobby.accept(entry.listening)
+        await entry.accept_until(lambda: len(entry.lobby) >= len(clients))
         entry.now += 20
         entry.lobby._expire()
         assert 0 < len(entry.lobby) < len(clients)  # a few in one turn
