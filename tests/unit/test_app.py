@@ -137,6 +137,7 @@ def test_help_about_a_word(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("word", "page", "heading"),
     [
+        ("adapters", "openai", "Load LoRA adapters while the server runs"),
         ("embeddings", "vllm-repositories", "Embeddings and reranking"),
         ("rerank", "vllm-repositories", "Embeddings and reranking"),
         ("tools", "openai-features", "Thoughts, tools and images: Tools"),
@@ -165,10 +166,15 @@ def test_a_section_of_just_the_name_comes_first(word: str, capsys: pytest.Captur
     assert documented[0] == "how-to/openai-features.md"
 
 
-@pytest.mark.parametrize("name", ["how-to/serve", "how-to/serve.md", "docs/how-to/serve.md"])
+@pytest.mark.parametrize("name", ["how-to/serve", "how-to/serve.md", "docs/how-to/serve.md", "serve.md"])
 def test_help_prints_a_page(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["help", name]) == 0
     assert capsys.readouterr().out.startswith("# Serve\n")
+
+
+def test_the_bare_name_of_two_pages_means_the_one_above(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["help", "gpu.md"]) == 0
+    assert capsys.readouterr().out.startswith("# GPU figures\n")
 
 
 def test_every_page_that_a_message_names_exists() -> None:
@@ -214,6 +220,10 @@ def test_a_group_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "token-norm-dist" in shown
     assert STAGES not in shown
+    usual, _, others = shown.partition("More options")
+    assert "Options of token-norm-dist:\n" in usual  # `bench` alone takes them
+    assert "  --concurrency N " in usual
+    assert "--html" in others
 
 
 def test_with_json_an_error_is_a_document_too(capsys: pytest.CaptureFixture[str]) -> None:

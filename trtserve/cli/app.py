@@ -272,7 +272,7 @@ def _add(app: typer.Typer, name: str, entry: CommandEntry | GroupEntry) -> None:
         body = _guarded(with_spec_options(getattr(module, entry.function)), cleans_up=entry.cleans_up)
         app.command(name=name, cls=ParsedCommand, rich_help_panel=entry.panel)(body)
         return
-    group = typer.Typer(cls=ParsedGroup)
+    group = typer.Typer(cls=ParsedGroup, context_settings={"obj": entry.default})
     for below, command in entry.commands.items():
         _add(group, below, command)
     app.add_typer(group, name=name, help=entry.help, rich_help_panel=entry.panel)

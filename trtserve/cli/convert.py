@@ -211,6 +211,9 @@ def lora(
 ) -> None:
     """Convert a LoRA adapter, as NVIDIA's hf_lora_convert does, and print the folder of its two .npy files.
 
+    `import` and `repo` take the adapter with --lora, and a running server loads it over HTTP: `trtserve help query.md`
+    and `trtserve help openai.md` say how.
+
     Examples:
         trtserve lora ./poet-lora
         trtserve lora org/poet-lora --storage-type bfloat16 --name poet

@@ -27,10 +27,15 @@ class PageSection:
 
 
 def page_text(name: str) -> str | None:
-    """Return the Markdown of a page by its name: `how-to/serve`, `how-to/serve.md`, `docs/how-to/serve.md`."""
+    """Return the Markdown of a page by its name: `how-to/serve`, `how-to/serve.md`, `docs/how-to/serve.md`, `serve.md`."""
     wanted = name.removeprefix("docs/").removesuffix(".md")
-    pages = {str(page.relative_to(_FOLDER).with_suffix("")): page for page in _FOLDER.rglob("*.md")}
-    return pages[wanted].read_text(encoding="utf-8") if wanted in pages and name != wanted.rpartition("/")[2] else None
+    if name == wanted and "/" not in name:
+        return None  # a word, not a page
+    pages = sorted(_FOLDER.rglob("*.md"), key=lambda page: (len(page.parts), page))
+    names = {page.stem: page for page in reversed(pages)} | {
+        str(page.relative_to(_FOLDER).with_suffix("")): page for page in pages
+    }
+    return names[wanted].read_text(encoding="utf-8") if wanted in names else None
 
 
 def sections() -> Iterator[PageSection]:

@@ -272,15 +272,18 @@ def _write_help(node: Any, context: Any, formatter: Any) -> None:
         with formatter.section("Examples"):
             formatter.write("".join(f"  {line}\n" for line in examples))
     sections, more = help_sections(node, context), []
+    default = getattr(node, "commands", {}).get(context.obj)  # its options are taken without its name too
+    if default is not None:
+        sections[-1:] = help_sections(default, context)
     if _BRIEF in context.meta:
         _write_brief(sections, context, formatter)
         return
     options = sum(len(records) for _, records in sections)
-    if _HELP not in context.meta and not hasattr(node, "commands") and options > _MOST_OPTIONS:
-        more = [(title, records) for title, records in sections if title not in _COMMON]
+    if _HELP not in context.meta and (default or not hasattr(node, "commands")) and options > _MOST_OPTIONS:
+        more = [(title, records) for title, records in sections if title not in (*_COMMON, "Commands")]
     for title, records in sections:
         if (title, records) not in more:
-            with formatter.section(title):
+            with formatter.section(f"{title} of {default.name}" if default and title == "Options" else title):
                 _write_columns(formatter, records)
     if more:
         with formatter.section(f"More options (`{context.command_path} --help-all`, or `--help WORD`)"):
