@@ -27,7 +27,7 @@ class PageSection:
 
 
 def page_text(name: str) -> str | None:
-    """Return the Markdown of a page by its name: `how-to/serve`, `how-to/serve.md`, `docs/how-to/serve.md`, `serve.md`."""
+    """Return the Markdown of a page by its name: `how-to/serve`, `docs/how-to/serve.md`, `serve.md`."""
     wanted = name.removeprefix("docs/").removesuffix(".md")
     if name == wanted and "/" not in name:
         return None  # a word, not a page
