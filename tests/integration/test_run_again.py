@@ -60,3 +60,12 @@ def test_an_error_of_collection_has_one_run(folder: Path) -> None:
     _tests(folder, "a")
     (folder / "test_b.py").write_text("import nothing_of_this_name")
     assert run_again.main(ARGUMENTS) == pytest.ExitCode.INTERRUPTED
+
+
+def test_a_fault_outside_of_all_tests_does_not_run_all_of_them_again(folder: Path) -> None:
+    """Such as a warning that is an error when pytest ends: the process fails, and no test has."""
+    (folder / "test_a.py").write_text("def test_it() -> None: pass")
+    end = "open('runs', 'a').write('x')\n    raise RuntimeError"
+    (folder / "conftest.py").write_text(f"def pytest_unconfigure():\n    {end}\n")
+    assert run_again.main(ARGUMENTS) == 1
+    assert (folder / "runs").read_text() == "x"
