@@ -52,6 +52,8 @@ class Server:
 
     async def reconnected(self) -> None: ...
 
+    def hear(self) -> None: ...
+
     def raw_call(self, method: str, requests: AsyncIterator[bytes], **_: Any) -> Call:
         return Call(requests, self)
 

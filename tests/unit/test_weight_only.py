@@ -15,8 +15,8 @@ from trtserve.specs import ConvertSpec
 
 # How the names of the weights end that TensorRT-LLM's loader quantises (`weight_only_quantize_dict`), and an exception.
 QUANTISED = ("qkv.weight", "dense.weight", "fc.weight", "proj.weight", "gate.weight")
-# Ours, of latent attention.
-BEYOND = ("q_a.weight", "q_b.weight", "kv_a.weight")
+# Ours, of latent attention and of the small matrices beside attention (Gemma 3n).
+BEYOND = ("q_a.weight", "q_b.weight", "kv_a.weight", "beside.left.weight", "beside.right.weight")
 LEFT_OUT = "shared_expert_gate.weight"
 
 

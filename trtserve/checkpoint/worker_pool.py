@@ -180,7 +180,8 @@ def _held(lock: int, place: int) -> Iterator[None]:
     try:
         yield
     finally:
-        fcntl.lockf(lock, fcntl.LOCK_UN, 1, place)
+        with suppress(OSError):  # a signal ended the conversion: the file is closed, and with it no lock is held
+            fcntl.lockf(lock, fcntl.LOCK_UN, 1, place)
 
 
 def _nameless_file() -> int:

@@ -210,7 +210,8 @@ def with_targets(paths: Iterable[Path]) -> tuple[Path, ...]:
     for path in paths:
         found[path.absolute()] = None
         links = (each for each in path.rglob("*") if each.is_symlink()) if path.is_dir() else ()
-        for target in {link.resolve().parent for link in links}:
+        targets = (link.resolve() for link in links)
+        for target in {each if each.is_dir() else each.parent for each in targets}:
             if target.is_dir() and not _within(target, path.absolute()):
                 found[target] = None
     return tuple(found)

@@ -278,7 +278,12 @@ def follow(port: int) -> None:
     """
     guard, end = os.getpid(), end_children
     if child := os.fork():  # nothing has started a thread yet
-        signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
+
+        def pass_on(*_: object) -> None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                os.kill(child, signal.SIGTERM)
+
+        signal.signal(signal.SIGTERM, pass_on)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
