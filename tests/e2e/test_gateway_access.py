@@ -22,6 +22,7 @@ from tests.support.servers import running_server
 from tests.support.tiny_models import write_tiny_model
 from trtserve.cli.app import run
 from trtserve.client.endpoint import grpc_metadata
+from trtserve.errors import RequestError
 from trtserve.process import arguments, environment_of, tree
 from trtserve.server.state import Server
 
@@ -114,6 +115,18 @@ def test_commands_of_this_user_need_no_flags(server: Server, protocol: str, caps
     assert server.url.startswith("https://")
     assert run(["query", "--protocol", protocol, "--raw", "Hello"]) == 0, capsys.readouterr().err
     assert capsys.readouterr().out == "Echo: Hello\n"
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_a_command_with_a_wrong_key_says_how_to_give_it(
+    server: Server, protocol: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = server.address.grpc_port if protocol == "grpc" else server.address.http_port
+    where = ["--url", f"localhost:{port}", "--ssl", "--root-certificates", str(certificates().root)]
+    assert run(["query", "--protocol", protocol, *where, "--api-key", f"not-{KEY}", "Hello"]) == RequestError.code
+    shown = capsys.readouterr().err
+    assert "next:  Give it: --api-key KEY, or TRTSERVE_API_KEY." in shown
+    assert "restricted" not in shown
 
 
 def test_other_commands_work_too(server: Server, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from tests.support.server_records import proxy_record, server_record
 from trtserve.cli import run
 from trtserve.cli.bench_runs import _require_repository
 from trtserve.cli.endpoint import Connection, find_endpoint, find_openai_endpoint
+from trtserve.cli.start import _print_summary
 from trtserve.errors import UsageError
 from trtserve.host.ports import free_ports
 from trtserve.server.state import State, log_file, write_state
@@ -182,3 +183,9 @@ def test_a_log_that_was_removed_under_a_server(capsys: pytest.CaptureFixture[str
     _record("demo", 9000)
     assert run(["logs", "demo"]) == 33
     assert "/demo.log was removed while its server runs." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", [True, False])
+def test_a_server_with_a_key_says_that_clients_need_it(key: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    _print_summary(server_record(), page=False, key=key, detached=True)
+    assert ("clients need the API key" in capsys.readouterr().err) is key

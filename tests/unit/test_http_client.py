@@ -355,7 +355,11 @@ def test_https_to_a_plain_port_has_a_hint() -> None:
 def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "empty.pem").write_text("nothing")
     for path in (tmp_path / "empty.pem", tmp_path / "nowhere.pem"):
-        with pytest.raises(UsageError, match="cannot be used"):
+        with pytest.raises(UsageError, match="cannot be used") as caught:
             ask(1, Tls(root_certificates=path))
+        assert "_ssl" not in caught.value.message
+    empty = tmp_path / "empty.pem"
+    with pytest.raises(UsageError, match="one of them is not a PEM file"):
+        ask(1, Tls(private_key=empty, certificate_chain=empty))
     with pytest.raises(UsageError, match="must be given together"):
         Tls(private_key=path)

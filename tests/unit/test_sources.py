@@ -91,6 +91,21 @@ def test_refuses_texts_that_name_no_source(text: str) -> None:
     assert caught.value.code == 10
 
 
+@pytest.mark.parametrize(
+    ("page", "model"),
+    [
+        ("https://hub.example/gpt2", "gpt2"),
+        ("https://hub.example/org/name", "org/name"),
+        ("https://hub.example/gpt2/tree/main", "gpt2"),
+        ("http://hub.example/org/name/tree/main", "org/name"),
+    ],
+)
+def test_the_address_of_a_page_is_answered_with_the_name_of_its_model(page: str, model: str) -> None:
+    with pytest.raises(UsageError, match="is the address of a page") as caught:
+        parse_source(page)
+    assert str(caught.value.hint).endswith(f": {model}")
+
+
 def test_a_missing_gguf_file_is_named_with_those_that_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

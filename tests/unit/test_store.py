@@ -387,3 +387,10 @@ def test_a_manifest_of_another_schema_is_refused(tmp_path: Path) -> None:
     Manifest(kind="model", name="m", fingerprint="f", schema=2).write(tmp_path)
     with pytest.raises(ArtifactError, match="has schema 2; this trtserve reads schema 1"):
         Manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["/dev/null", "/dev/null/store", "/proc/nope"])
+def test_a_home_that_can_never_be_a_folder_is_refused(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTSERVE_HOME", place)
+    with pytest.raises(UsageError, match=f"TRTSERVE_HOME is {place}, where no folder can be made"):
+        Store()

@@ -53,6 +53,12 @@ def test_a_place_without_artefacts_is_named(tmp_path: Path) -> None:
         pull(str(tmp_path / "nowhere"), store=Store(tmp_path / "store"))
 
 
+def test_a_place_with_one_slash_is_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        pull("s3:/models/demo:v1", store=Store(tmp_path / "store"))
+    assert caught.value.hint == "Did you mean s3://models/demo?"
+
+
 @pytest.mark.usefixtures("pieces")
 def test_a_repository_arrives_as_it_was(built: tuple[Engine, ModelRepository], tmp_path: Path) -> None:
     repository, target, store = built[1], str(tmp_path / "shelf"), Store(tmp_path / "other")

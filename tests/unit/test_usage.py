@@ -93,6 +93,11 @@ HOSTED = ("start", "query", "chat", "gateway", "bench")
             "`trtserve import` has no option --host.",
             f"--host is an option of {', '.join(f'`trtserve {name}`' for name in HOSTED)}.",
         ),
+        (
+            ["run", "demo", "--port", "9000"],
+            "`trtserve run` has no option --port.",
+            "--port is --http-port of `trtserve start` and `trtserve query`.",
+        ),
         (["start", "--listen", "0.0.0.0"], "`trtserve start` has no option --listen.", "--listen is --host here."),
         (
             ["start", "--max-model-len", "4096"],

@@ -166,7 +166,7 @@ def _explain(
     name = ours.partition(" ")[0]
     if name in known:
         return UnknownOption(advice=f"{option} is {ours} here.")
-    if name in owners and spelled not in owners:
+    if name in owners:
         return UnknownOption(advice=f"{option} is {ours} of `{'` and `'.join(owners[name][:2])}`.")
     if spelled in owners:
         tail = next((name for name in known if spelled.endswith(name[1:])), None)

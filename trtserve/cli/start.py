@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from trtserve.server.state import Server
     from trtserve.specs import ServerSpec
 
+_KEY = "  key      clients need the API key: export OPENAI_API_KEY=KEY ANTHROPIC_API_KEY=KEY"
+
 
 def start(
     model: Annotated[
@@ -154,7 +156,7 @@ def _serve(
         else:
             print_data(server.url)
         if not progress.quiet and spec.log_format != "json":
-            _print_summary(server, page=spec.ui, detached=detach)
+            _print_summary(server, page=spec.ui, key=spec.has_key, detached=detach)
 
     if detach:
         print_server(start_in_background(repository, spec, progress=progress))
@@ -190,7 +192,8 @@ def _serve_many(
             print_data(server.url)
         if not call.quiet:
             say(f"{server.name}: {counted(len(plan.models), 'model')}, each loaded at its first request.")
-            say(f"  API      export OPENAI_BASE_URL={server.url}/v1 ANTHROPIC_BASE_URL={server.url}")
+            api = f"  API      export OPENAI_BASE_URL={server.url}/v1 ANTHROPIC_BASE_URL={server.url}"
+            say("\n".join([api, *([_KEY] if spec.has_key else [])]))
             say(f'  try      trtserve query --model {next(iter(plan.models))} "What is ML?"')
             say(f"  stop     {f'trtserve stop {server.name}' if detach else 'Ctrl-C'}")
 
@@ -347,7 +350,7 @@ def _described(plan: ServerPlan) -> dict[str, Any]:
     }
 
 
-def _print_summary(server: Server, *, page: bool, detached: bool) -> None:
+def _print_summary(server: Server, *, page: bool, key: bool, detached: bool) -> None:
     """Say what a person needs: addresses, what to try, and how to stop."""
     from trtserve.server.state import list_servers
 
@@ -359,6 +362,8 @@ def _print_summary(server: Server, *, page: bool, detached: bool) -> None:
         say(f"  page     {f'{server.url}/' if page else 'start with --ui for a chat in the browser'}")
         say(f"  OpenAI   export OPENAI_BASE_URL={server.url}/v1")
         say(f"  Claude   export ANTHROPIC_BASE_URL={server.url}")
+    if key:
+        say(_KEY)
     for instance in server.instances:
         host, address = instance.address.host, instance.address
         also = f"HTTP {host}:{address.http_port}, " if len(server.instances) > 1 else ""

@@ -132,8 +132,11 @@ _CANNOT_ANSWER = re.compile(
 _WRONG_INPUT = re.compile(
     r"^An error occurred when processing the input values(?: for request id \S+)?, the error was '(.*)'$", re.DOTALL
 )
+_GIVE_KEY = "Give it: --api-key KEY, or TRTSERVE_API_KEY."
+_WANTS_KEY = "protocol is restricted, expecting header"  # Triton's words
 # Part of the server's error → what to do.
 _HINTS = (
+    (re.compile("API key of this server"), _GIVE_KEY),
     (
         re.compile(r"Stub process '[^']*' is not healthy"),
         "A process of the server has died. Find the server with `trtserve status`, stop it and start it again.",
@@ -249,6 +252,12 @@ def refused(message: str) -> RequestError:
     return kind(plain(message), hint=hint)
 
 
+def tls_problem(error: OSError) -> str:
+    """Return why files of keys and certificates cannot be used, without the names of OpenSSL's parts."""
+    text = re.sub(r"^\[.*?\] | \(_ssl\.c:\d+\)$", "", error.strerror or str(error))
+    return "one of them is not a PEM file, or its key has a password" if text == "PEM lib" else text
+
+
 def explain_rpc_error(
     error: Any, where: str, *, tls: bool = False, first: float | None = None
 ) -> RequestError | ServerUnreachableError:
@@ -262,6 +271,8 @@ def explain_rpc_error(
     if error.code() is grpc.StatusCode.UNAVAILABLE and _CONNECTION_LOST.search(details):
         other = other_protocol(where, "gRPC") if _OTHER_PROTOCOL.search(details) and not tls else None
         return other or unreachable(where, *_lost_connection(details, tls=tls))
+    if _WANTS_KEY in details:
+        return RequestError(f"{where} answers only those who send its API key.", hint=_GIVE_KEY)
     if error.code() is grpc.StatusCode.CANCELLED:
         return RequestCancelledError("The request was cancelled.")
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and first is not None:

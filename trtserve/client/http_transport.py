@@ -21,6 +21,7 @@ from trtserve.client.endpoint import (
     other_protocol,
     refused,
     silent,
+    tls_problem,
     understood,
     unknown_model,
     unreachable,
@@ -213,7 +214,7 @@ def tls_context(tls: Tls) -> ssl.SSLContext:
     except OSError as error:  # also for files without a certificate
         files = (tls.root_certificates, tls.private_key, tls.certificate_chain)
         named = ", ".join(str(path) for path in files if path is not None)
-        raise UsageError(f"The certificates ({named}) cannot be used: {error.strerror or error}.") from None
+        raise UsageError(f"The certificates ({named}) cannot be used: {tls_problem(error)}.") from None
     return context
 
 

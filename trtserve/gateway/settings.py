@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trtserve.client.endpoint import Endpoint, Tls
+from trtserve.client.endpoint import Endpoint, Tls, tls_problem
 from trtserve.errors import UsageError
 from trtserve.files import read_as, read_text, writing
 from trtserve.process import ProcessId
@@ -202,7 +202,7 @@ def certificate_name(certificate: Path, private_key: Path) -> str:
         client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate itself is trusted, whoever signed it
         found = _presented(server, client)
     except OSError as error:
-        reason = getattr(error, "verify_message", "") or error.strerror or error
+        reason = getattr(error, "verify_message", "") or tls_problem(error)
         raise UsageError(
             f"The certificate {certificate} cannot be used with the key {private_key}: {reason}.",
             hint="Give PEM files that belong together: --tls-certificate and --tls-key.",

@@ -259,26 +259,30 @@ class ServerSpec(InContainer):
                 hint="Set the instance_group count and gpu_device_ids of the core model: 0,1;2,3 for two.",
             )
 
+    @property
+    def has_key(self) -> bool:
+        """Whether clients need an API key."""
+        return self.api_key is not None or self.api_key_file is not None
+
     def _check_access(self) -> None:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise UsageError("--tls-certificate and --tls-key must be given together.")
         if self.api_key is not None and self.api_key_file is not None:
             raise UsageError("The API key is given twice: in --api-key (or TRTSERVE_API_KEY) and in --api-key-file.")
-        has_key = self.api_key is not None or self.api_key_file is not None
         for origin in self.allow_origin:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise UsageError(
                     f"--allow-origin is {origin!r}; expected a site such as https://app.example or *.",
                     hint="An origin is scheme, host and port as a browser sends them, without a path.",
                 )
-        if "*" in self.allow_origin and not has_key:
+        if "*" in self.allow_origin and not self.has_key:
             raise UsageError(
                 "--allow-origin '*' would let every page that you open use the server.",
                 hint="Add a key with --api-key-file, or name the sites.",
             )
         if self.raw_http and self.allow_origin:
             raise UsageError("--raw-http opens Triton's own HTTP service, which knows no --allow-origin.")
-        if self.raw_http and (has_key or self.tls_certificate is not None):
+        if self.raw_http and (self.has_key or self.tls_certificate is not None):
             raise UsageError(
                 "--raw-http opens Triton's own HTTP service, which knows neither keys nor TLS.",
                 hint="Leave --raw-http out, or the key and the certificate.",

@@ -449,8 +449,17 @@ def _read_record(path: Path) -> NameRecord | None:
 
 
 def default_root() -> Path:
-    """Return $TRTSERVE_HOME, else $XDG_CACHE_HOME/trtserve, else ~/.cache/trtserve."""
+    """Return $TRTSERVE_HOME, else $XDG_CACHE_HOME/trtserve, else ~/.cache/trtserve.
+
+    Raises UsageError for a TRTSERVE_HOME that can never be a folder: below a file, or on a file system of the kernel.
+    """
     if home := os.environ.get("TRTSERVE_HOME"):
-        return Path(home).expanduser()
+        root = Path(home).expanduser()
+        existing = next(folder for folder in (root.absolute(), *root.absolute().parents) if folder.exists())
+        if not existing.is_dir() or (existing.absolute() != root.absolute() and os.statvfs(existing).f_blocks == 0):
+            raise UsageError(
+                f"TRTSERVE_HOME is {root}, where no folder can be made.", hint="Set it to a folder that you own."
+            )
+        return root
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache).expanduser() if cache else Path.home() / ".cache") / "trtserve"

@@ -146,6 +146,9 @@ def reaching(what: str) -> Iterator[None]:
 
 
 def _layout(text: str) -> Layout:
+    scheme, colon, path = text.partition(":")
+    if colon and scheme in (*_SCHEMES, REGISTRY.removesuffix("://")) and not path.startswith("//"):
+        raise UsageError(f"{text[:200]} lacks a slash.", hint=f"Did you mean {scheme}://{path.lstrip('/')}?")
     if "://" not in text:
         text = str(Path(text).expanduser().absolute())
     file_system, path = open_file_system(text)

@@ -183,6 +183,12 @@ def _folder(text: str, path: str, name: str | None) -> Source:
 
 def _bucket(url: str, name: str | None) -> Source:
     scheme, _, path = url.partition("://")
+    if scheme in ("http", "https"):
+        owner, *rest = [*path.split("/")[1:], ""]
+        name_there = "/".join(word for word in (owner, *rest[:1]) if word not in ("", "tree", "blob", "resolve"))
+        raise UsageError(
+            f"{url[:200]} is the address of a page.", hint=f"Models of the hub have short names: {name_there or 'gpt2'}"
+        )
     if scheme not in _BUCKETS or not path.strip("/"):
         raise UsageError(
             f"{url[:200]} is not a place that models are imported from.",

@@ -9,6 +9,7 @@ import importlib
 import math
 import re
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
@@ -140,15 +141,20 @@ _SAVED_AS_LLAMA = {
 _KINDS = {re.sub("ForCausalLM|LMHeadModel|_", "", name).lower(): module for name, module in FAMILIES.items()}
 
 
+_KIND_OF_MODEL = re.compile("For(CausalLM|ConditionalGeneration)|LMHeadModel")
+
+
 class UnknownArchitectureError(UnsupportedModelError):
     """No family has this architecture."""
 
     def __init__(self, architecture: str) -> None:
         self.architecture = architecture
+        stems = {re.sub(_KIND_OF_MODEL, "", name): name for name in (*WITH_IMAGES, *FAMILIES)}
+        near = get_close_matches(re.sub(_KIND_OF_MODEL, "", architecture[:99]), stems, n=3, cutoff=0.7)
+        similar = f" Similar ones that are: {', '.join(stems[name] for name in near)}." if near else ""
         super().__init__(
-            f"Architecture {architecture:.99} is not supported. "
-            f"Supported: {', '.join([*FAMILIES, *sorted(WITH_IMAGES)])}.",
-            hint="Choose a model with one of these in its config.json.",
+            f"Architecture {architecture:.99} is not supported.{similar}",
+            hint="`trtserve help families.md` lists what is.",
         )
 
 
