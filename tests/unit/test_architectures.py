@@ -400,3 +400,10 @@ def test_another_activation_of_a_model_with_state_spaces_is_refused(family: str)
     """Their convolutions would have it too."""
     with pytest.raises(UnsupportedModelError, match="'relu' is not supported"):
         supported_family(FAMILIES[family].config | {"hidden_act": "relu"})
+
+
+@pytest.mark.parametrize(("given", "cap"), [({}, 30.0), ({"final_logit_softcapping": None}, None)])
+def test_gemma_3n_has_no_cap_of_scores_where_its_config_says_null(given: dict[str, None], cap: float | None) -> None:
+    config = {key: value for key, value in FAMILIES["gemma3n"].config.items() if key != "final_logit_softcapping"}
+    found = convertible_config({**config, **given}, ConvertSpec())
+    assert found.own_or_none("final_logit_softcapping", float) == cap

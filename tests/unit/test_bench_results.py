@@ -330,6 +330,15 @@ def test_a_long_run_with_a_value_that_is_always_0_is_read_a_few_times_only() -> 
     assert len(read) < 50 * len(rows)
 
 
+def test_valid_runs_of_a_curve_are_green_and_others_are_not() -> None:
+    few, many = made(1, count=4), made(2, spec={"concurrency": 16})
+    assert (few.verdict.judgement, many.verdict.judgement) == ("not-steady", "valid")
+    plots = {plot.get("title"): plot for plot in chart([few, many])["concat"]}
+    layers = plots["Throughput and latency of the stages"]["layer"]
+    (points,) = (each for each in layers if each["mark"]["type"] == "point")
+    assert points["encoding"]["color"]["scale"] == {"domain": ["valid", "not-steady"], "range": ["#4c9a2a", "#dd7d33"]}
+
+
 @pytest.mark.needs("vl_convert")
 @pytest.mark.parametrize("ending", ["html", "svg", "png"])
 def test_plots_are_written_without_a_network(tmp_path: Path, ending: str) -> None:

@@ -182,13 +182,15 @@ def _throughput_curve(reports: Sequence[BenchReport]) -> Spec:
         "x": _field("throughput", "quantitative", "output tokens/s"),
         "y": _field("ms", "quantitative", f"{quantile} {measure} (ms)"),
     }
+    judgements = sorted({point["judgement"] for point in points}, key=lambda each: each != "valid")
+    colors = {"domain": judgements, "range": [_COLOURS[0 if each == "valid" else 2] for each in judgements]}
     layers: list[Spec] = [
         {"mark": {"type": "line", "color": "#888"}, "encoding": {**encoding, "order": {"field": "offered"}}},
         {
             "mark": {"type": "point", "filled": True, "size": 80},
             "encoding": {
                 **encoding,
-                "color": _field("judgement", "nominal", "verdict"),
+                "color": _field("judgement", "nominal", "verdict", scale=colors),
                 "tooltip": [{"field": "stage"}],
             },
         },

@@ -34,7 +34,6 @@ _DEFAULTS: dict[str, Any] = {
     "num_hidden_layers": 35,
     "num_attention_heads": 8,
     "sliding_window": 512,
-    "final_logit_softcapping": 30.0,
     "hidden_size_per_layer_input": 256,
     "vocab_size_per_layer_input": 262144,
     "num_kv_shared_layers": 15,
@@ -49,6 +48,7 @@ _SPARSE, _SPARSE_LAYERS = 0.95, 10
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return GemmaConfig's keys, and ours of the states, the inputs of layers and the shared keys."""
+    softcap = hf.get("final_logit_softcapping", 30.0)  # null: none
     hf = {**_DEFAULTS, **{key: value for key, value in hf.items() if value is not None}}
     layers = required(hf, "num_hidden_layers")["num_hidden_layers"]
     hf["intermediate_size"] = _one_width(hf["intermediate_size"], layers)
@@ -73,7 +73,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         "rotary_scaling": None,
         "rope_local_base_freq": local_base,
         **({gemma3.FULL_ATTENTION_SCALING: scaling} if scaling else {}),
-        "final_logit_softcapping": hf["final_logit_softcapping"],
+        "final_logit_softcapping": softcap,
         **shared_keys(hf, kinds),
         "layer_input_size": hf["hidden_size_per_layer_input"],
         "layer_input_vocab": hf["vocab_size_per_layer_input"],
