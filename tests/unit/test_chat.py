@@ -14,10 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
 from trtserve.cli import output, run
-from trtserve.cli.chat import MarkdownAnswer, PlainAnswer, complete_blocks, silent_keyboard, typed_ahead
+from trtserve.cli.chat import MarkdownAnswer, PlainAnswer, _typed, complete_blocks, silent_keyboard, typed_ahead
 from trtserve.client import query
 from trtserve.client.answer import Generation
 from trtserve.client.endpoint import Endpoint
@@ -230,6 +233,7 @@ def test_options_are_set_and_removed_and_a_question_is_asked_again(
         "top_k": "3",
         "stop_words": "END",
     }
+    assert listed["temperature"] == ["0.5", "Sampling", "temperature."]  # `query` alone needs more for it
     assert listed["seed"][:3] == ["not", "set", "Seed"]
     assert "guide_type," in listed["Also:"]
     assert "did you mean /set?" in captured.err
@@ -368,6 +372,31 @@ def test_markdown_is_rendered_once() -> None:
         " • one",
         " • two",
     ]
+
+
+def test_code_begins_in_the_first_column() -> None:
+    screen = io.StringIO()
+    with MarkdownAnswer(Console(file=screen, force_terminal=False, width=40)) as answer:
+        answer.add("Text:\n\n```python\nif a:\n    b()\n```\n")
+    assert [line.rstrip() for line in screen.getvalue().splitlines() if line.strip()] == ["Text:", "if a:", "    b()"]
+
+
+def test_ctrl_c_at_an_empty_prompt_says_how_to_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    with (
+        os.fdopen(reader) as stdin,
+        os.fdopen(writer, "w"),
+        create_pipe_input() as keys,
+        create_app_session(input=keys, output=DummyOutput()),
+    ):
+        monkeypatch.setattr("sys.stdin", stdin)
+        keys.send_text("typed\x03")
+        typed = _typed()
+        keys.send_text("\x03Hi\r\x04")
+        assert list(typed) == ["Hi"]
+    assert capsys.readouterr().err.count("Ctrl-D or /exit ends the conversation.") == 1
 
 
 def test_lines_that_were_typed_too_early_are_questions_of_their_own() -> None:

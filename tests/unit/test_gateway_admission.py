@@ -128,6 +128,23 @@ def test_the_health_page_of_nvidias_front_end_needs_no_key_either(tmp_path: Path
     assert "Triton" in there.json()["error"]
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/v1/chat/completion", "Did you mean /v1/chat/completions?"),
+        ("/v1/message", "Did you mean /v1/messages?"),
+        ("/api/chats", "Did you mean /api/chat?"),
+        ("/helth", "Did you mean /health?"),
+        ("/secret", "the health at /health."),
+    ],
+)
+def test_a_misspelt_path_is_answered_with_the_one_that_was_meant(path: str, meant: str) -> None:
+    with TestClient(Gateway(settings_of()), base_url="http://localhost") as client:
+        answer = client.post(path, json={})
+    assert answer.status_code == 404
+    assert f'{meant}"' in answer.text
+
+
 SITE = {"origin": "https://app.example"}
 KEY = {"authorization": "Bearer " + "k" * 16}
 

@@ -384,7 +384,7 @@ def test_tokens_of_texts(client: TestClient, triton: ScriptedTriton) -> None:
     for body, words in (
         ({}, "either prompt or messages"),
         ({"prompt": "a" * 1_000_000}, "exceeds the maximum input length"),
-        ({"messages": []}, "at least 1 item"),
+        ({"messages": []}, "at least 1 item, not 0"),
     ):
         assert words in error(tokenize(**body))[1]
     for tokens, words in (([10**6], "beyond the vocabulary"), ([5] * 3000, "exceeds the maximum"), ([-1], "greater")):

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from shutil import get_terminal_size
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -29,7 +29,8 @@ from trtserve.store import Store
 from trtserve.store.sources import DEMO, import_words
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.markdown import Markdown
     from rich.segment import Segment
 
     from trtserve.client.endpoint import Endpoint
@@ -134,9 +135,24 @@ class MarkdownAnswer:
         self._above = max(self._above, len(lines))
 
     def _lines(self, text: str) -> list[list[Segment]]:
-        from rich.markdown import Markdown
+        return self._console.render_lines(_markdown()(visible(text)), pad=False) if text else []
 
-        return self._console.render_lines(Markdown(visible(text)), pad=False) if text else []
+
+@cache
+def _markdown() -> type[Markdown]:
+    """Return rich's Markdown, whose code begins in the first column: what is copied has no indent of its own."""
+    from rich.markdown import CodeBlock, Markdown
+    from rich.syntax import Syntax
+
+    class FlushCode(CodeBlock):
+        def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+            code = str(self.text).rstrip()
+            yield Syntax(code, self.lexer_name, theme=self.theme, word_wrap=True, padding=(1, 0))
+
+    class FlushMarkdown(Markdown):
+        elements: ClassVar = {**Markdown.elements, "fence": FlushCode, "code_block": FlushCode}
+
+    return FlushMarkdown
 
 
 @contextmanager
@@ -178,7 +194,7 @@ _COMMANDS = {
     "/system": "TEXT: set the system message; without a text, remove it",
     "/set": "NAME VALUE: set an option such as temperature; without a value, remove it; alone, list the options",
     "/model": "NAME: ask another model or server from now on; alone, list them",
-    "/retry": "ask the last question again; with a temperature, the answer is another one",
+    "/retry": "ask the last question again; with a temperature, other words may be drawn",
     "/reset": "forget what was said",
     "/save": "FILE: write the conversation, as Markdown or as messages in a .json file",
     "/thoughts": "what the model thought before its last answer",
@@ -454,7 +470,9 @@ def _option_lines(given: Mapping[str, Any]) -> list[str]:
     listed = [name for name, option in REQUEST_OPTIONS.items() if option.declared.common or name in given]
     widest = max(map(len, listed))
     values = {name: _shown(given[name]) if name in given else "not set" for name in listed}
-    lines = [f"{name:<{widest}}  {values[name]:<8}  {REQUEST_OPTIONS[name].declared.help}" for name in listed]
+    # What only `query` needs is left out.
+    texts = {name: REQUEST_OPTIONS[name].declared.help.partition("; with `query`")[0].rstrip(".") for name in listed}
+    lines = [f"{name:<{widest}}  {values[name]:<8}  {texts[name]}." for name in listed]
     panels = {option.name: option.declared.panel for option in REQUEST_OPTIONS.values() if option.name not in listed}
     others = sorted(panels, key=lambda name: panels[name] not in (LENGTH, SAMPLING))
     return [*lines, f"Also: {', '.join(others)}."]
@@ -515,23 +533,18 @@ def _typed() -> Iterator[str]:
         for line in typed_ahead(sys.stdin.fileno()):
             terminal(stderr=True).print(Text.assemble(("› ", _USER), visible(line)))
             yield line
-        answer = _read(session.prompt)
-        if answer is None:
+        try:
+            line = session.prompt()
+        except KeyboardInterrupt:
+            if not session.default_buffer.text:
+                _remark("Ctrl-D or /exit ends the conversation.")
+            continue
+        except EOFError:
             return
-        yield answer
+        yield line
 
 
 def typed_ahead(descriptor: int) -> Iterator[str]:
     """Yield the lines that were typed into a terminal while nothing read them; the prompt would join them into one."""
     while select.select([descriptor], [], [], 0)[0] and (line := os.read(descriptor, 65536)):
         yield line.decode(errors="replace").removesuffix("\n")
-
-
-def _read(prompt: Callable[[], str]) -> str | None:
-    """Return the next line, "" after Ctrl-C, or None after Ctrl-D."""
-    try:
-        return prompt()
-    except KeyboardInterrupt:
-        return ""
-    except EOFError:
-        return None

@@ -261,7 +261,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError
         return ApiError(f"The body {kinds.get(type(body), 'is no JSON object')}; expected a JSON object.")
     if first["type"] == "missing":
         return ApiError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
-    message = str(first["msg"]).removeprefix("Value error, ")
+    message = str(first["msg"]).removeprefix("Value error, ").replace(" after validation", "")
     message += f", not {str(first['input'])[:50]!r}" if _of_type(first) else ""
     if param is None:  # values that do not go together
         return ApiError(f"{message}.", code="invalid_value")
