@@ -134,8 +134,7 @@ def test_the_health_page_of_nvidias_front_end_needs_no_key_either(tmp_path: Path
         ("/v1/chat/completion", "Did you mean /v1/chat/completions?"),
         ("/v1/message", "Did you mean /v1/messages?"),
         ("/api/chats", "Did you mean /api/chat?"),
-        ("/helth", "Did you mean /health?"),
-        ("/secret", "the health at /health."),
+        ("/v1/secret", "POST /v1/secret."),
     ],
 )
 def test_a_misspelt_path_is_answered_with_the_one_that_was_meant(path: str, meant: str) -> None:

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from trtserve._version import __version__
-from trtserve.errors import UsageError, did_you_mean
+from trtserve.errors import UsageError
 from trtserve.gateway.admission import ADMIN_PATHS, OPEN_PATHS, Access, Exchange, Gate
 from trtserve.gateway.asgi import (
     Message,
@@ -53,7 +53,6 @@ LET_IN = "trtserve.let_in"
 _LOG = logging.getLogger(__name__)
 _READY = TritonPath(operation="ready", path="/v2/health/ready", model=None)
 _GRPC_GRACE = 1.0
-_LONGEST_PATH = 100  # characters; a longer one is no misspelt path of an API
 _STREAMS = (b"text/event-stream", b"application/x-ndjson")
 # Sent before the whole body was read: what is left of it must not be taken for the next request.
 _BEFORE_BODY = (401, 408, 413, 421)
@@ -231,10 +230,7 @@ class Gateway(Entrance):
         async def no_route(request: Request, error: HTTPException) -> Response:
             """Say which paths there are, or which method a path has."""
             path, allowed = request.url.path, (error.headers or {}).get("Allow")
-            paths = [getattr(route, "path", "") or "" for route in (*routes.routes, *apis.routes)]
-            near = did_you_mean(path, paths, cutoff=0.85) if len(path) <= _LONGEST_PATH else ""
-            places = "OpenAI's API is at /v1, Triton's at /v2, the health at /health."
-            text = f"{path} is not served here: {places} {near}".rstrip()
+            text = f"{path} is not served here: OpenAI's API is at /v1, Triton's at /v2, the health at /health."
             text = f"{path} takes {allowed}, not {request.method}." if allowed else text
             known = error.status_code in (404, 405)
             content = error_content(path, error.status_code, text if known else str(error.detail))
@@ -287,8 +283,7 @@ class Gateway(Entrance):
             images=ImageSources(folder=settings.image_folder, hosts=settings.image_hosts),
         )
         require = self._require_model if settings.own else None
-        apis = openai_router(backend, self._measures, require=require, folder=self._shared_folder)
-        routes.include_router(apis)
+        routes.include_router(openai_router(backend, self._measures, require=require, folder=self._shared_folder))
         if settings.ui:
             routes.include_router(page_router())
         else:

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.routing import APIRoute
 
 from trtserve._version import __version__
-from trtserve.errors import TrtserveError, UsageError
+from trtserve.errors import TrtserveError, UsageError, did_you_mean
 from trtserve.gateway.anthropic import CountBody, MessagesBody, MessagesForm
 from trtserve.gateway.ollama import (
     OllamaChatBody,
@@ -56,6 +56,7 @@ from trtserve.gateway.openai.served import Backend, ServedModel
 from trtserve.gateway.openai.vectors import EmbeddingBody, RerankBody, embeddings, makes_vectors, rerank
 from trtserve.programs.shared.tokenizer import decode
 
+_LONGEST_PATH = 100  # characters; a longer one is no misspelt path
 COMPLETION_TOKENS = 16
 """Most tokens of a completion that does not say, as in OpenAI's API."""
 CHAT_TOKENS = 1024
@@ -121,7 +122,8 @@ def openai_router(
         methods = sorted({each for route in known if route.path_regex.match(path) for each in route.methods or ()})
         if methods:
             raise MethodNotAllowedError(f"{path} takes {' or '.join(methods)}, not {method}.", methods)
-        raise ApiError(f"Unknown request URL: {method} {path}.", status=404, code="unknown_url")
+        near = did_you_mean(path, (route.path for route in known), cutoff=0.85) if len(path) <= _LONGEST_PATH else ""
+        raise ApiError(f"Unknown request URL: {method} {path}. {near}".rstrip(), status=404, code="unknown_url")
 
     every = ["GET", "POST", "PUT", "PATCH", "DELETE"]
     for path in ("/v1/{path:path}", f"{OLLAMA}{{path:path}}", *TOKENS):
