@@ -69,11 +69,17 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
     return install
 
 
-def test_missing_torch_names_the_extra(checkpoint: Checkpoint, installed: Callable[[str | None], None]) -> None:
+def test_missing_torch_names_the_extra_where_it_would_run(
+    checkpoint: Checkpoint, installed: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     installed(None)
     with pytest.raises(MissingDependencyError, match="needs PyTorch") as caught:
         plan_build(checkpoint, SPEC)
     assert "[cuda]" in str(caught.value.hint)
+    monkeypatch.setattr(torch, "count_gpus", lambda: 0)
+    with pytest.raises(MissingDependencyError, match="needs PyTorch") as caught:
+        plan_build(checkpoint, replace(SPEC, device=None))
+    assert caught.value.hint == "This machine has no NVIDIA GPU: use --runtime openvino."
 
 
 def test_a_machine_without_gpus_needs_the_cpu(

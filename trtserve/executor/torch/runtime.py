@@ -117,7 +117,8 @@ class TorchRuntime(EmbeddedRuntime):
 
     def plan(self, config: CheckpointConfig, spec: BuildSpec) -> TorchPlan:
         self.require_device(spec)
-        version, device = _torch_version(), self.device(spec.device)
+        device = self.device(spec.device)
+        version = _torch_version(device)
         if device == "cuda" and family(config.architecture).decoder(config).latent is not None:
             raise UnsupportedModelError(
                 f"{config.architecture} has latent attention with keys of {config.head_size} numbers; the torch "
@@ -181,12 +182,16 @@ class TorchRuntime(EmbeddedRuntime):
         return _needs(config.model, limits_of(config))
 
 
-def _torch_version() -> str:
+def _torch_version(device: Device) -> str:
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
+        without = device == "cuda" and not count_gpus()
         raise MissingDependencyError(
-            "The torch runtime needs PyTorch, which is not installed.", hint=install_command(TorchRuntime.extra)
+            "The torch runtime needs PyTorch, which is not installed.",
+            hint="This machine has no NVIDIA GPU: use --runtime openvino."
+            if without
+            else install_command(TorchRuntime.extra),
         ) from None
 
 
