@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 
 from tests.support.needs import find_program
 from tests.support.waiting import wait_until
+from trtserve.client.endpoint import unreachable
 from trtserve.gateway.page import page_router
 
 pytestmark = pytest.mark.needs("chromium")
@@ -48,6 +49,8 @@ class Scripted:
         self.asked: list[list[dict[str, Any]]] = []
         self.parts: list[dict[str, str]] = []
         self.gone = False
+        self.key = ""
+        self.error = ""
         self.model = "m"
         self.modalities = ["text"]
         self.defaults: dict[str, float] = {}
@@ -62,6 +65,8 @@ class Scripted:
         elif path == "":
             headers = {name: value for name, value in self._page.headers.items() if name != "content-length"}
             route.fulfill(body=bytes(self._page.body), headers=headers)
+        elif self.key and route.request.headers.get("authorization") != f"Bearer {self.key}":
+            route.fulfill(status=401, json={"error": {"message": "send the key"}})
         elif path == "v1/models":
             facts = {"input_modalities": self.modalities, "default_parameters": self.defaults}
             route.fulfill(json={"data": [{"id": self.model, "system_messages": True, **facts}]})
@@ -70,6 +75,7 @@ class Scripted:
         else:
             self.asked.append(json.loads(route.request.post_data)["messages"])
             events: list[dict[str, Any]] = [{"choices": [{"delta": part}]} for part in self.parts]
+            events += [{"error": {"message": self.error}}] if self.error else []
             events.append({"choices": [{"delta": {}, "finish_reason": self.reason}]})
             events.append({"choices": [], "usage": {"completion_tokens": 7}})
             body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
@@ -188,6 +194,76 @@ def test_without_a_server_the_page_says_so_and_goes_on_later(page: Any, server: 
     assert count(page, ".turn") == 2
     assert page.locator("#model").is_enabled()
     assert count(page, "#server.stale") == 0
+
+
+def test_a_server_that_dies_in_an_answer_is_named_as_one_that_is_gone(page: Any, server: Scripted) -> None:
+    server.parts = [{"content": "Machine learning is"}]
+    server.error = unreachable("127.0.0.1:8001", "Stream removed (Socket closed)").message
+    ask(page, "Hi")
+    cut = page.locator(".assistant .error").text_content()
+    assert page.locator(".assistant .words").text_content() == "Machine learning is"
+    server.gone = True
+    wait_until(lambda: page.locator("#state").text_content() == cut)
+    assert "trtserve start --ui" in cut
+
+
+def test_the_end_of_a_conversation_stays_in_view_when_the_banner_grows(page: Any, server: Scripted) -> None:
+    server.parts = [{"content": "A long line.\n\n" * 30}]
+    ask(page, "Hi")
+    tall = page.locator("#log").bounding_box()["height"]
+    page.evaluate("tell(GONE, 'bad')")
+    wait_until(lambda: page.locator("#log").bounding_box()["height"] < tall)
+    inside = (
+        "document.querySelector('.again').getBoundingClientRect().bottom <= $('log').getBoundingClientRect().bottom"
+    )
+    wait_until(lambda: page.evaluate(inside))
+
+
+def test_a_key_is_asked_for_in_plain_words_and_its_field_stays_at_hand(page: Any, server: Scripted) -> None:
+    server.key, server.parts = "right", [{"content": "Hello"}]
+    page.reload()
+    page.get_by_role("button", name="Enter an API key").wait_for()
+    assert page.locator(".welcome p").text_content() == "This server asks for an API key."
+    ask(page, "Hi")
+    assert page.locator(".assistant .error").text_content() == "This server asks for an API key."
+    for key, said in (("wrong", "This server does not accept this API key."), ("right", "ready")):
+        page.get_by_role("button", name="Enter an API key").click()
+        assert page.evaluate("document.activeElement.id") == "key"
+        page.locator("#key").fill(key)
+        page.keyboard.press("Enter")
+        wait_until(lambda said=said: page.locator("#state").text_content() == said)  # type: ignore[misc]
+        if key == "wrong":
+            page.keyboard.press("Escape")
+            assert not page.locator("#side").is_visible()
+    wait_until(lambda: not page.locator("#side").is_visible())
+    page.get_by_role("button", name="Retry").click()
+    page.get_by_text("Hello").wait_for()
+    assert page.get_by_role("button", name="Enter an API key").count() == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("temperature", "5", "Temperature takes a number from 0 to 2, not 5."),
+        ("max_tokens", "0", "Max tokens takes a whole number of at least 1, not 0."),
+        ("top_k", "1.5", "Top k takes a whole number of at least 0, not 1.5."),
+    ],
+)
+def test_a_setting_out_of_its_range_is_not_sent(page: Any, server: Scripted, field: str, value: str, said: str) -> None:
+    server.parts = [{"content": "Hello"}]
+    page.evaluate(f"$('{field}').value = '{value}'")
+    page.keyboard.type("Hi")
+    page.keyboard.press("Enter")
+    assert page.locator("#wrong").text_content() == said
+    assert page.locator("#wrong").is_visible()
+    assert page.evaluate("document.activeElement.id") == field
+    assert (server.asked, page.locator("#question").input_value()) == ([], "Hi")
+    page.locator(f"#{field}").fill("1")
+    page.keyboard.press("Escape")
+    page.locator("#question").focus()
+    page.keyboard.press("Enter")
+    page.get_by_text("Hello").wait_for()
+    assert not page.locator("#wrong").is_visible()
 
 
 @pytest.mark.parametrize(("reason", "said"), [("stop", "ended its answer at once"), ("length", "Ask for more")])

@@ -18,6 +18,7 @@ from trtserve.bench.exports import write_result
 from trtserve.bench.monitoring import Samples, WorkerHealth
 from trtserve.bench.plots import chart, write_plots
 from trtserve.bench.report import BenchReport, brief, milliseconds, read_report, sparkline
+from trtserve.bench.run import command
 from trtserve.cli import run
 from trtserve.errors import UsageError
 
@@ -377,6 +378,26 @@ def test_a_report_of_one_run_says_what_its_verdict_means(tmp_path: Path) -> None
     text = (tmp_path / "report.html").read_text()
     assert "Valid: the client kept up" in text
     assert re.search(r"<dt>Began</dt><dd>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC</dd>", text)
+
+
+@pytest.mark.needs("vl_convert")
+def test_a_report_begins_with_what_was_measured_and_says_where(tmp_path: Path) -> None:
+    precision = {"weights_precision": "float16", "compute_precision": "bf16", "kv_precision": "u8"}
+    machine = {"cpus": 2, "server_here": True, "other_programs": None}
+    write_plots([made(1, runtime="openvino", precision=precision, machine=machine)], tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    lengths = "16 tokens in a prompt and 8 in an answer, on average"
+    begins = text.partition("<h1>")[0]
+    assert f"runtime openvino · weights float16, arithmetic bf16, KV cache u8 · {lengths}<" in begins
+    assert "<dt>Machine</dt><dd>cpus 2, client and server on this machine</dd>" in text
+    write_plots([made(1)], tmp_path / "unknown.html")
+    assert f"<br>{lengths}<" in (tmp_path / "unknown.html").read_text()
+
+
+@pytest.mark.parametrize("given", [["--api-key", "a secret"], ["--api-key=a secret"]])
+def test_the_command_of_a_result_has_no_key(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/bin/trtserve", "bench", *given, "--seed", "1"])
+    assert command().replace("=", " ") == "trtserve bench --api-key KEY --seed 1"
 
 
 def test_failed_requests_are_in_curves_and_tables() -> None:

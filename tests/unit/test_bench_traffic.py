@@ -17,7 +17,6 @@ from trtserve.bench.records import (
     engine_of_repository,
     limits_of_repository,
     override_limits,
-    precision_of_engine,
 )
 from trtserve.bench.traffic import Arrivals, arrival_times, token_norm_dist
 from trtserve.bench.worker import Load, shares
@@ -111,8 +110,8 @@ def test_limits_come_from_the_repository(tmp_path: Path) -> None:
     assert override_limits(limits, BenchSpec(max_seq_len=100)).max_seq_len == 100
     assert limits_of_repository(tmp_path, "other").vocab_size is None
     built, absent = (engine_of_repository(tmp_path, name) for name in ("tensorrt_llm", "other"))
-    assert precision_of_engine(built) == {"compute_precision": "bf16", "kv_precision": "u8"}
-    assert precision_of_engine(absent) == {}
+    assert (built.runtime, built.precision) == ("openvino", {"compute_precision": "bf16", "kv_precision": "u8"})
+    assert (absent.runtime, absent.precision) == (None, {})
 
 
 def test_constant_arrivals() -> None:

@@ -110,6 +110,20 @@ class EngineConfig:
         return replace(decoded, model=checkpoint, content=content)
 
     @property
+    def runtime(self) -> str | None:
+        """What the engine was built for, such as `openvino`; None without a file."""
+        return self.trtserve.runtime if self.content else None
+
+    @property
+    def precision(self) -> dict[str, str]:
+        """Precision of the weights, of the arithmetic and of the KV cache, as far as it is known."""
+        weights = self.model.quantization.algorithm or self.model.dtype
+        # W8A16 and W4A16 are TensorRT-LLM's names of integer weights.
+        found = {"weights_precision": {"W8A16": "int8", "W4A16": "int4"}.get(weights, weights)}
+        found |= {name: getattr(self.trtserve, name) for name in ("compute_precision", "kv_precision")}
+        return {name: value for name, value in found.items() if value}
+
+    @property
     def build_keys(self) -> Mapping[str, Any]:
         """All of `build_config`, as the file has it."""
         found: Mapping[str, Any] = self.content.get("build_config") or {}

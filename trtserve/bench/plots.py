@@ -404,7 +404,7 @@ def _page(reports: Sequence[BenchReport], figures: Sequence[str]) -> str:
     """Return the page: the answer, the figures that matter most, the plots, all figures, and where they come from."""
     last = reports[-1]
     where = f"trtserve bench · {last.model} at {last.endpoint} · {last.started[:16].replace('T', ' ')} UTC"
-    parts = [f'<p class="eyebrow">{html.escape(where)}</p>']
+    parts = [f'<p class="eyebrow">{html.escape(where)}<br>{html.escape(_subject(last))}</p>']
     if len(reports) == 1:
         parts += [f"<h1>{html.escape(last.headline)}</h1>", _verdict(last), _tiles(last)]
     else:
@@ -428,6 +428,16 @@ def _page(reports: Sequence[BenchReport], figures: Sequence[str]) -> str:
         parts += [f'<h2>{title}</h2><ul class="card">{found}</ul>'] if found else []
     parts.append(f'<h2>How it was measured</h2><dl class="card">{"".join(_sources(last))}</dl>')
     return _document(f"{last.model}: trtserve bench", parts)
+
+
+def _subject(report: BenchReport) -> str:
+    """Return what ran, how exact it computes, and how long prompts and answers were."""
+    figures, names = report.statistics, {"weights_precision": "weights", "compute_precision": "arithmetic"}
+    names["kv_precision"] = "KV cache"
+    precision = ", ".join(f"{name} {report.precision[key]}" for key, name in names.items() if key in report.precision)
+    lengths = f"{figures.input_tokens_per_request:,.0f} tokens in a prompt"
+    lengths += f" and {figures.output_tokens_per_request:,.0f} in an answer, on average"
+    return " · ".join(filter(None, (report.runtime and f"runtime {report.runtime}", precision, lengths)))
 
 
 _MEANINGS: Mapping[Judgement, str] = {
@@ -564,12 +574,18 @@ def _sources(report: BenchReport) -> Iterator[str]:
         "Engine or repository": report.fingerprint,
     }
     for name, value in facts.items():
-        text = ", ".join(_fact(*each) for each in value.items()) if isinstance(value, Mapping) else value
+        text = value
+        if isinstance(value, Mapping):
+            text = ", ".join(_fact(*each) for each in value.items() if each[1] not in (None, False))
         if text:
             yield f"<dt>{name}</dt><dd>{html.escape(str(text))}</dd>"
 
 
+_LABELS = {"server_here": "client and server on this machine", "other_programs": "processors busy with other programs"}
+
+
 def _fact(name: str, value: object) -> str:
+    name = _LABELS.get(name, name)
     if name.endswith("_bytes") and isinstance(value, int):
         name, value = name.removesuffix("_bytes"), format_bytes(value)
     if value is True:

@@ -80,12 +80,6 @@ def limits_of_engine(config: EngineConfig) -> TrafficLimits:
     )
 
 
-def precision_of_engine(config: EngineConfig) -> dict[str, str]:
-    """Return compute and KV cache precision, as far as an engine has them."""
-    names = ("compute_precision", "kv_precision")
-    return {name: value for name in names if (value := getattr(config.trtserve, name))}
-
-
 def engine_of_repository(repository: Path, model: str) -> EngineConfig:
     """Return the config of a model's engine, an empty one where there is no file. Raises RepositoryError."""
     path = repository / model / "1" / "config.json"

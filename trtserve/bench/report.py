@@ -57,8 +57,10 @@ class RunFacts:
     prompts_sha256: str
     started: str
     """UTC, ISO 8601."""
+    runtime: str | None = None
+    """What runs the model, such as `openvino`, if known."""
     precision: Mapping[str, str] = field(default_factory=dict)
-    """The engine's compute and KV cache precision, as far as known."""
+    """Precision of the engine's weights, arithmetic and KV cache, as far as known."""
     limits: Mapping[str, Whole | None] = field(default_factory=dict)
     """The engine's limits that the traffic was kept within."""
     fingerprint: str | None = None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 import hashlib
 import importlib.metadata
+import itertools
 import os
 import platform
+import re
 import shlex
 import sys
 import time
@@ -26,7 +28,7 @@ from trtserve.bench.messages import count_answers, takes_text
 from trtserve.bench.monitoring import LoadSampler, queue_wait_ms
 from trtserve.bench.plan import BenchPlan
 from trtserve.bench.processes import run_load
-from trtserve.bench.records import RequestRecord, TrafficRequest, engine_of_repository, precision_of_engine
+from trtserve.bench.records import RequestRecord, TrafficRequest, engine_of_repository
 from trtserve.bench.report import BenchReport, brief
 from trtserve.bench.statistics import percentile
 from trtserve.bench.transport import LoadTarget
@@ -74,6 +76,7 @@ def run_benchmark(plan: BenchPlan, *, progress: Progress = SILENT, metrics: str 
     if outcome.timed_out:
         notes.append(f"--timeout {spec.timeout:g} ended the run: the figures cover the requests sent before.")
     served = endpoint.repository if target.openai is None and target.engine is None else None
+    engine = EngineConfig() if served is None else engine_of_repository(served, measured.core_model)
     found = hashlib.sha256()
     for request in requests:
         found.update(request.token_ids.tobytes() + request.output_len.to_bytes(4, "little"))
@@ -87,7 +90,8 @@ def run_benchmark(plan: BenchPlan, *, progress: Progress = SILENT, metrics: str 
         tokens_counted_by=counted_by,
         prompts_sha256=found.hexdigest(),
         started=started,
-        precision={} if served is None else precision_of_engine(engine_of_repository(served, measured.core_model)),
+        runtime=engine.runtime,
+        precision=engine.precision,
         limits={name: getattr(plan.limits, name) for name in ("vocab_size", "max_input_len", "max_seq_len")},
         fingerprint=fingerprint(target.engine or served),
         command=command(),
@@ -257,8 +261,12 @@ def machine() -> dict[str, Any]:
 
 
 def command() -> str:
-    """Return the command line of this process."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """Return the command line of this process, with KEY instead of an API key: results are shown to others."""
+    shown = [
+        "KEY" if before == "--api-key" else re.sub("^--api-key=.*", "--api-key=KEY", each, flags=re.DOTALL)
+        for before, each in itertools.pairwise(sys.argv)
+    ]
+    return shlex.join([Path(sys.argv[0]).name, *shown])
 
 
 def fingerprint(folder: Path | None) -> str | None:

@@ -100,11 +100,7 @@ class ServedRepository:
     @property
     def precision(self) -> dict[str, str]:
         """Precision of the engine's weights, arithmetic and KV cache, as far as it is known."""
-        weights = self.engine.model.quantization.algorithm or self.engine.model.dtype
-        # W8A16 and W4A16 are TensorRT-LLM's names of integer weights.
-        found = {"weights_precision": {"W8A16": "int8", "W4A16": "int4"}.get(weights, weights) or None}
-        found |= {key: self._own(key) for key in ("compute_precision", "kv_precision")}
-        return {key: value for key, value in found.items() if value}
+        return self.engine.precision
 
     @property
     def world_size(self) -> int:
