@@ -16,6 +16,12 @@ def test_generated_parts_are_current(capsys: pytest.CaptureFixture[str]) -> None
     assert generate["main"](["--check"]) == 0, capsys.readouterr().err
 
 
+def test_the_commands_of_the_readme_leave_the_ports_free_for_the_next_server() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    servers = re.findall(r"^\$ trtserve (run|start|stop)\b", text, re.MULTILINE)
+    assert servers == ["run", "stop", "start", "stop"]
+
+
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
