@@ -197,6 +197,18 @@ def test_the_greeting_says_what_the_demo_model_knows(
     assert ("only a few hundred answers" in said) == (source == "demo")
 
 
+def test_exit_without_a_slash_ends_a_conversation_in_a_terminal(
+    model: ScriptedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("trtserve.cli.chat._typed", lambda: iter(("exit", "Hi")))
+    monkeypatch.setattr(query, "connect", lambda *_: Served(["mine"]))
+    monkeypatch.setattr("trtserve.cli.chat.find_endpoint", lambda *_, **_options: Endpoint(model="mine"))
+    assert run(["chat"]) == 0
+    assert not model.asked
+
+
 def test_lines_of_the_standard_input(
     model: ScriptedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -200,7 +200,7 @@ _COMMANDS = {
     "/thoughts": "what the model thought before its last answer",
     "/stats": "what the answers took",
     "/help": "this list",
-    "/exit": "end; Ctrl-D does the same",
+    "/exit": "end; exit and Ctrl-D do the same",
     _QUOTES: "begins and ends a message of several lines; Alt-Enter starts a new line too",
 }
 
@@ -250,8 +250,9 @@ def converse(
             say("The demo model knows only a few hundred answers, all about machine learning. Try: What is ML?")
     lines = _typed() if interactive else map(str.rstrip, sys.stdin) if question is None else [question]
     for line in joined(iter(lines)):
-        if line.startswith("/"):
-            if not talk.obey(line):
+        command = f"/{line}" if interactive and line in ("exit", "quit") else line
+        if command.startswith("/"):
+            if not talk.obey(command):
                 break
         elif line.strip():
             talk.ask(partial(conversation.ask, line))
