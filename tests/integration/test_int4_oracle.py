@@ -34,9 +34,10 @@ OF_THE_SAME_WEIGHTS = 0.045
 # Matrices of GPT-2 and gpt-oss, which are stored [in, out].
 CONV1D = re.compile(r"\.h\.\d+\.(attn|mlp)\.c_(attn|proj|fc)\.weight$")
 TRANSPOSED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj$")
-# Besides embeddings, output head and norms: routers, convolutions, gates of delta rules.
+# Besides embeddings, output head and norms: routers, convolutions, gates of delta rules, what mixes Gemma 3n's streams.
 FLOATS = re.compile(
-    r"((?<!input_)gate|gate\.wg|router|router\.(layer|proj)|kv_b_proj|conv1d|conv\.conv|in_proj_(a|b|ba))\.weight$|bias$"
+    r"((?<!input_)gate|gate\.wg|router|router\.(layer|proj)|kv_b_proj|conv1d|conv\.conv|in_proj_(a|b|ba)"
+    r"|(correction|prediction)_coefs|altup_(unembed_)?projections\.\d+)\.weight$|bias$"
 )
 SEQUENCE = [int(token) for token in np.random.default_rng(11).integers(3, 259, 90)]
 SCHEDULE = [{"a": 40}, {"a": 34}, *[{"a": 1}] * 4, {"a": 12}]
