@@ -167,8 +167,11 @@ def test_query_asks_the_alias(server: ModelServer, capsys: pytest.CaptureFixture
 def test_a_dead_llm_is_told_to_the_supervisor_and_ends_the_process_of_its_model(
     server: ModelServer, repository: ModelRepository
 ) -> None:
+    def told() -> list[tuple[str | None, int]]:
+        return [(each.failure, each.open_requests) for each in read_heartbeats(repository.path.parent)]
+
+    wait_until(lambda: told() == [(None, 0)])  # the first beat, or the end of the requests before
     (beat,) = read_heartbeats(repository.path.parent)
-    assert (beat.failure, beat.open_requests) == (None, 0)
     wait_until(lambda: read_heartbeats(repository.path.parent)[0].time > beat.time)
     server.generate("tensorrt_llm", {"text_input": "End.", "sampling_param_max_tokens": 1})
     wait_until(lambda: read_heartbeats(repository.path.parent)[0].failure is not None)

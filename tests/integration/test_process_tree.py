@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, wait_until
 from trtserve.errors import MissingDependencyError, ServerStopError
 from trtserve.process import Command, ProcessId, exit_code, run, spawn, stop, tree
 
@@ -151,6 +151,7 @@ def test_run_is_bounded() -> None:
 
 def test_a_process_of_another_user_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = spawn(Command(argv=("sleep", "60")), log=tmp_path / "log")
+    wait_until(lambda: psutil.Process(other.pid).cmdline())  # it has none while it becomes the program
 
     def refused(process: psutil.Process, number: int) -> None:
         raise psutil.AccessDenied(process.pid)
