@@ -138,10 +138,11 @@ def child(folder: Path, name: str) -> Path:
 
 
 @contextmanager
-def locked(path: Path, *, wait: bool = True, shared: bool = False) -> Iterator[None]:
+def locked(path: Path, *, wait: bool = True, shared: bool = False) -> Iterator[int]:
     """Hold the advisory lock file `path` and remove it afterwards; any number of processes can hold a `shared` one.
 
-    Raises LockedError when it is taken, unless `wait`.
+    Yields its file descriptor: a child that inherits it holds the lock too, until it ends. Raises LockedError when the
+    lock is taken, unless `wait`.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     with writing(path.parent):
@@ -149,7 +150,7 @@ def locked(path: Path, *, wait: bool = True, shared: bool = False) -> Iterator[N
         handle = _lock_file(path, kind, tries=None if wait else _TRIES)
     with handle:
         try:
-            yield
+            yield handle.fileno()
         finally:
             if not shared or _is_last(handle, path):
                 _drop(path)

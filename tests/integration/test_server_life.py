@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ import pytest
 from tests.support.commands import spare_round_trip
 from tests.support.launches import assert_gone, command, start_flags
 from tests.support.servers import HOST, free_spec, running_server
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, wait_until
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import PortInUseError, ServerNotFoundError, ServerStartError
 from trtserve.host.ports import is_free
@@ -259,3 +260,46 @@ def _serves(process: psutil.Process, repository: Path) -> bool:
         return any(str(repository) in argument for argument in process.cmdline())
     except psutil.Error:
         return False
+
+
+# A supervisor that takes its time before it records its server, and the command that starts it.
+SUPERVISOR = """
+import sys, time
+from pathlib import Path
+from tests.support.server_records import server_record
+from trtserve.server.state import write_state
+from trtserve.store import Store
+home = Path(sys.argv[1])
+(home / "begun").touch()
+while not (home / "record").exists():
+    time.sleep(0.01)
+write_state(server_record("demo", store=Store(home), state="starting"), Store(home))
+time.sleep(600)
+"""
+LAUNCHER = """
+import sys
+import threading
+from pathlib import Path
+from trtserve.process import Command
+from trtserve.server import detach
+from trtserve.specs import ServerSpec
+from trtserve.store import Store
+detach.Command = lambda **_: Command(argv=(sys.executable, "-c", sys.argv[2], sys.argv[1]))
+detach.run_in_background("demo", lambda pipe: [], ServerSpec(), store=Store(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize("name", ["demo", None])
+def test_stop_waits_for_the_server_of_a_killed_launcher(tmp_path: Path, name: str | None) -> None:
+    store = Store(tmp_path)
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path), SUPERVISOR])
+    wait_until((tmp_path / "begun").exists, 60)
+    launcher.kill()
+    launcher.wait()
+    assert recorded_server("demo", store) is None
+    recording = threading.Timer(0.3, (tmp_path / "record").touch)
+    recording.start()
+    stopped = stop_server(name, store=store)
+    recording.join()
+    assert not stopped.instances[0].process.alive()
+    assert recorded_server("demo", store) is None

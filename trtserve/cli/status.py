@@ -248,10 +248,13 @@ def stop(
     """
     from trtserve.server.discovery import searched
     from trtserve.server.shutdown import stop_server
-    from trtserve.server.state import list_servers, recorded_servers
+    from trtserve.server.state import await_record, list_servers, recorded_servers
+    from trtserve.store import Store
 
     if everything and name is not None:
         raise UsageError(f"Both a name ({name}) and --all were given; give one.")
+    if everything:
+        await_record(None, Store())
     names: list[str | None] = [server.name for server in recorded_servers()] if everything else [name]
     progress = TerminalProgress(quiet=quiet)
     stopped: list[str] = []

@@ -15,13 +15,13 @@ from pathlib import Path
 from trtserve import errors
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import ServerStartError, TrtserveError, UsageError
-from trtserve.files import decode_as, parse_json
+from trtserve.files import decode_as, locked, parse_json
 from trtserve.process import Command, exit_code, how_it_ended, spawn, stop, wait_gone
 from trtserve.process.signals import stop_signals
 from trtserve.progress import SILENT, Progress, Task, Unit
 from trtserve.server.render import render
 from trtserve.server.shutdown import end_server
-from trtserve.server.state import Server, log_file, recorded_server, server_name
+from trtserve.server.state import Server, launch_lock, log_file, recorded_server, server_name
 from trtserve.server.triton import server_log
 from trtserve.server.triton.server_log import rotate
 from trtserve.server.triton.tritonserver import STOP_GRACE
@@ -187,10 +187,15 @@ def run_in_background(
         env={"TRTSERVE_HOME": str(store.root), **({} if spec.api_key is None else {"TRTSERVE_API_KEY": spec.api_key})},
     )
     rotate(log)
-    with stop_signals() as signals, os.fdopen(reading, "rb", buffering=0), ExitStack() as tasks:
+    with (
+        stop_signals() as signals,
+        os.fdopen(reading, "rb", buffering=0),
+        locked(launch_lock(name, store), shared=True) as lock,
+        ExitStack() as tasks,
+    ):
         shown = ReportDisplay(progress, tasks)
         try:
-            supervisor = spawn(command, log=log, bound=bound, keep=(writing,))
+            supervisor = spawn(command, log=log, bound=bound, keep=(writing, lock))
         finally:
             os.close(writing)
         for report in reports(reading, signals):

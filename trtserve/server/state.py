@@ -328,22 +328,42 @@ def start_lock(name: str, store: Store) -> Path:
     return store.root / "locks" / f"server-{name}.lock"
 
 
-def await_record(name: str, store: Store) -> None:
-    """Wait while another process checks whether it can start a server of this name, and has not recorded it yet.
+def launch_lock(name: str, store: Store) -> Path:
+    """Return the lock file that a supervisor in the background shares with its launcher, from its first moment."""
+    return store.root / "locks" / f"launch-{name}.lock"
+
+
+def await_record(name: str | None, store: Store) -> None:
+    """Wait while another process begins to start the server `name`, or any server, and has not recorded it yet.
 
     Raises LockedError when that takes longer than a minute.
     """
+    if name is None:
+        launches = (store.root / "locks").glob("launch-*.lock")
+        for each in sorted(lock.stem.removeprefix("launch-") for lock in launches):
+            await_record(each, store)
+        return
+    if not _NAME.fullmatch(name):  # of no server
+        return
+    locks = (launch_lock(name, store), start_lock(name, store))
     deadline = time.monotonic() + _CHECKED_WITHIN
     while (server := recorded_server(name, store)) is None or not server.alive():
-        if not start_lock(name, store).exists():
+        if not any(lock.exists() and _is_held(lock) for lock in locks):
             return
-        try:
-            with locked(start_lock(name, store), wait=False):
-                return
-        except LockedError:
-            if time.monotonic() > deadline:
-                raise
+        if time.monotonic() > deadline:
+            raise LockedError(
+                f"Another process has been about to start the server {name} for a minute.",
+                hint="Wait until it has started, or end that process; then try again.",
+            )
         time.sleep(_PAUSE)
+
+
+def _is_held(lock: Path) -> bool:
+    try:
+        with locked(lock, wait=False):
+            return False
+    except LockedError:
+        return True
 
 
 def _read(path: Path) -> Server | None:
