@@ -22,7 +22,7 @@ JOBS ?= 4
 # Containers often set it. The tests start hundreds of processes, each of which would compile all of trtserve again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast test-oracle families variants test-vllm clients lint bench interruptions soak soak-all fuzz doubling kills launches ranks faults newest gpu-test gpu-bench gpu-bundle docs site lock sbom audit dist release recording golden clean
+.PHONY: help demo test test-fast test-oracle families variants test-vllm clients lint bench cycles interruptions soak soak-all fuzz doubling kills launches ranks faults newest gpu-test gpu-bench gpu-bundle docs site lock sbom audit dist release recording golden clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -62,6 +62,9 @@ kills: $(READY) ## 20 conversions of 2.2 GB killed at random moments and run aga
 
 interruptions: $(READY) ## ten runs of `up` interrupted at random moments and run again: the same end, nothing half, nothing left
 	$(BIN)/python -m tests.benchmarks.interruptions --work $(BENCH_WORK) $(ARGS)
+
+cycles: $(READY) ## 200 servers, imports and runs of `up` of which a random process is killed or stopped: nothing left, nothing lost
+	$(BIN)/python -m tests.benchmarks.cycles --work $(BENCH_WORK) $(ARGS)
 
 soak: $(READY) ## random mixes of requests, then 64 streams for ten minutes with random cancels: nothing may grow
 	TRTSERVE_MIXES=300 $(BIN)/python -m pytest -q tests/integration/test_request_mix.py
@@ -111,7 +114,7 @@ gpu-bundle: $(READY) ## what a GPU machine without network lacks, in .gpu
 
 faults: $(READY) ## every fault of docs/reliability.md, injected for real; the figures go to .faults.jsonl
 	rm -f .faults.jsonl
-	TRTSERVE_FAULTS=all TRTSERVE_CYCLES=100 TRTSERVE_FAULTS_OUT="$(abspath .faults.jsonl)" \
+	TRTSERVE_FAULTS=all TRTSERVE_FAULTS_OUT="$(abspath .faults.jsonl)" \
 	    $(BIN)/python -m pytest -q tests/faults $(ARGS)
 
 docs: $(READY) ## the generated parts of docs/

@@ -27,7 +27,6 @@ SELECTED = [
     ("supervisor", "load", "never"),
     ("gateway", "idle", "on-failure"),
 ]
-CYCLES = int(os.environ.get("TRTSERVE_CYCLES", "1"))
 
 
 @pytest.fixture(scope="module")
@@ -100,22 +99,20 @@ def test_restarts_end_at_their_limit(repository: Path, home: Path) -> None:
         assert one.record().restarts == 1
 
 
-def test_random_kills_and_stops_leave_nothing(repository: Path, home: Path) -> None:
-    generator = random.Random(int(os.environ.get("TRTSERVE_SEED", "0")))
+def test_a_random_kill_or_stop_leaves_nothing(repository: Path, home: Path) -> None:
+    """One cycle; `make cycles` has hundreds."""
+    generator = random.Random()
     slow_model(repository, 0.5)
-    begin = time.monotonic()
-    for _ in range(CYCLES):
-        process = generator.choice((*PROCESSES, "launcher", "slow"))
-        policy = generator.choice(POLICIES)
-        number = generator.choice((signal.SIGKILL, signal.SIGSTOP))
-        with supervised(repository, home, "--restart", policy, gateway=ALL or process == "gateway") as one:
-            one.record()  # a launcher that is killed earlier has started nothing
-            victim = one.victim(process)
-            time.sleep(generator.uniform(0, 3))
+    process = generator.choice((*PROCESSES, "launcher", "slow"))
+    policy = generator.choice(POLICIES)
+    number = generator.choice((signal.SIGKILL, signal.SIGSTOP))
+    with supervised(repository, home, "--restart", policy, gateway=ALL or process == "gateway") as one:
+        one.record()  # a launcher that is killed earlier has started nothing
+        victim = one.victim(process)
+        time.sleep(generator.uniform(0, 3))
+        with suppress(ProcessLookupError):
+            os.kill(victim, number)
+        time.sleep(generator.uniform(0, 5 if number == signal.SIGSTOP else 1))
+        if process in ("launcher", "supervisor"):  # the others are ended by those that watch them
             with suppress(ProcessLookupError):
-                os.kill(victim, number)
-            time.sleep(generator.uniform(0, 5 if number == signal.SIGSTOP else 1))
-            if process in ("launcher", "supervisor"):  # the others are ended by those that watch them
-                with suppress(ProcessLookupError):
-                    os.kill(victim, signal.SIGCONT)
-    measured("cycles", cycles=CYCLES, seconds=time.monotonic() - begin)
+                os.kill(victim, signal.SIGCONT)
