@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trtserve.checkpoint.architectures import FAMILIES
+from trtserve.checkpoint.architectures import FAMILIES, LINEAGE
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trtserve"
@@ -208,7 +208,8 @@ def test_no_public_class_name_twice() -> None:
 def test_architectures_holds_nothing_but_families() -> None:
     """What families share is in `checkpoint/architectures/parts`, which imports no family."""
     folder = PACKAGE / "checkpoint" / "architectures"
-    assert {path.stem for path in folder.glob("*.py")} == {"__init__", "base", *FAMILIES.values()}
+    modules = {LINEAGE.get(family, family) for family in FAMILIES.values()}
+    assert {path.stem for path in folder.glob("*.py")} == {"__init__", "base", *modules}
     for path in folder.glob("parts/*.py"):
         for name in _imports(path):
             if name.startswith("trtserve.checkpoint.architectures."):

@@ -11,7 +11,7 @@ from typing import Any
 from trtserve import process
 from trtserve.artifacts import Checkpoint
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures import gemma3
+from trtserve.checkpoint.architectures import gemma
 from trtserve.checkpoint.memory import RankWeights, rank_weights
 from trtserve.errors import BuildError, MachineError, MissingDependencyError, UnsupportedModelError, UsageError, counted
 from trtserve.host import machine
@@ -263,7 +263,7 @@ class TensorrtLlmRuntime(Runtime):
 
 
 def _require_supported(config: CheckpointConfig, release: str) -> None:
-    if problem := gemma3.engine_problem(config):
+    if problem := gemma.engine_problem(config):
         raise UnsupportedModelError(
             f"{problem[0].upper()}{problem[1:]}: its answers would be wrong.",
             hint="Use --runtime llmapi (TensorRT-LLM's PyTorch backend) on GPUs, or --runtime openvino on this CPU.",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import checkpoint_targets
-from trtserve.checkpoint.architectures.gemma3 import engine_problem
+from trtserve.checkpoint.architectures.gemma import engine_problem
 from trtserve.checkpoint.memory import PRECISIONS, gpu_step_bytes, kv_bytes_per_token, rank_weights
 from trtserve.checkpoint.quantized import GPTQ, HOPPER, is_excluded
 from trtserve.checkpoint.quantized_tensors import is_packed, require_divisible

@@ -1,4 +1,4 @@
-"""The supported model families: one module per family, one line per architecture in `FAMILIES`.
+"""The supported model families: one module per lineage, one line per architecture in `FAMILIES`.
 
 `base` has the protocol that a family follows; `parts` has what several families are built from.
 """
@@ -34,7 +34,7 @@ __all__ = [
     "unused_tensors",
 ]
 
-# Architecture name in config.json → module of this package, imported on demand.
+# Architecture name in config.json → family.
 FAMILIES: dict[str, str] = {
     "LlamaForCausalLM": "llama",
     "Llama4ForCausalLM": "llama4",
@@ -113,6 +113,30 @@ FAMILIES: dict[str, str] = {
     "Qwen3_5MoeForCausalLM": "qwen3_next",
 }
 
+# Module of this package, imported on demand → its families besides the one of its name.
+_LINEAGES = {
+    "deepseek": ("deepseek_v2", "deepseek_v3"),
+    "ernie4_5": ("ernie4_5_moe",),
+    "exaone": ("exaone4", "exaone_moe"),
+    "falcon": ("falcon_h1",),
+    "gemma": ("gemma2", "gemma3", "vaultgemma"),
+    "gemma4": ("gemma3n",),
+    "glm": ("glm4_moe",),
+    "gpt": ("bloom", "gpt2", "gpt_neox", "gptj", "opt", "starcoder2"),
+    "granite": ("bamba", "granite_hybrid", "granite_moe"),
+    "hunyuan": ("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3"),
+    "lfm2": ("lfm2_moe",),
+    "mistral": ("ministral", "mixtral"),
+    "near_llama": ("apertus", "cohere", "helium", "internlm3", "seed_oss", "smollm3", "stablelm"),
+    "nemotron": ("nemotron_h",),
+    "olmo": ("olmo2", "olmoe"),
+    "phi": ("phi3",),
+    "qwen": ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"),
+    "sigmoid_experts": ("afmoe", "dots1", "minimax_m2"),
+}
+LINEAGE = {name: module for module, families in _LINEAGES.items() for name in families}
+"""Family → module, where their names differ."""
+
 # Other names in TensorRT-LLM's checkpoints.
 _CHECKPOINT_NAMES = {"GPTForCausalLM": "gpt2", "Gemma3ForConditionalGeneration": "gemma3"}
 
@@ -137,8 +161,8 @@ _SAVED_AS_LLAMA = {
 }
 
 
-# transformers' name of a family as far as it follows from the architecture's → module.
-_KINDS = {re.sub("ForCausalLM|LMHeadModel|_", "", name).lower(): module for name, module in FAMILIES.items()}
+# transformers' name of a family as far as it follows from the architecture's → ours.
+_KINDS = {re.sub("ForCausalLM|LMHeadModel|_", "", name).lower(): ours for name, ours in FAMILIES.items()}
 
 
 _KIND_OF_MODEL = re.compile("For(CausalLM|ConditionalGeneration)|LMHeadModel")
@@ -163,11 +187,12 @@ def family(architecture: str) -> Architecture:
     name = FAMILIES.get(architecture) or _CHECKPOINT_NAMES.get(architecture)
     if name is None:
         raise UnknownArchitectureError(architecture)
-    module = importlib.import_module(f"{__name__}.{name}")
+    module = importlib.import_module(f"{__name__}.{LINEAGE.get(name, name)}")
+    own = f"{name}_" if name in LINEAGE else ""  # how the names of a family's functions begin in another's module
     return Architecture(
-        checkpoint_config=module.checkpoint_config,
-        names=getattr(module, "names", llama.names),
-        decoder=getattr(module, "decoder", llama.decoder),
+        checkpoint_config=getattr(module, f"{own}checkpoint_config"),
+        names=getattr(module, f"{own}names", llama.names),
+        decoder=getattr(module, f"{own}decoder", llama.decoder),
         prefix=_PREFIXES.get(name, "model."),
         tied=name in _TIED,
     )
@@ -185,8 +210,8 @@ def text_model(hf: HfConfig) -> HfConfig:
         return {**hf, "architectures": [saved]}
     family_name = _RENAMED.get(architecture, architecture)
     kind = str(hf.get("model_type")).removesuffix("_text").replace("_", "")
-    module = FAMILIES.get(family_name)
-    if module is not None and _KINDS.get(kind, module) != module:
+    ours = FAMILIES.get(family_name)
+    if ours is not None and _KINDS.get(kind, ours) != ours:
         raise WrongConfigError(
             f"config.json names two families: model_type = {hf['model_type']} and the architecture {architecture}."
         )

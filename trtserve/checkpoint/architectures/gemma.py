@@ -1,16 +1,38 @@
-"""Gemma: RMS norms that multiply by 1 + weight, scaled embeddings, a gated MLP with GELU, an explicit head size."""
+"""Gemma 1 to 3 and VaultGemma."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, required, superset
-from trtserve.checkpoint.architectures.parts.positions import beyond_rotary, require_whole_heads, rotary
+from trtserve.checkpoint.architectures.base import (
+    Decoder,
+    HfConfig,
+    SourceNames,
+    require_activation,
+    require_sizes,
+    required,
+    superset,
+)
+from trtserve.checkpoint.architectures.parts.positions import (
+    beyond_rotary,
+    inverse_frequencies,
+    layer_kinds,
+    require_whole_heads,
+    rope_parameters,
+    rotary,
+    rotary_scale,
+    scaling_type,
+    window_keys,
+    windows_of,
+)
 from trtserve.errors import UnsupportedModelError
+
+# Gemma: RMS norms that multiply by 1 + weight, scaled embeddings, a gated MLP with GELU, an explicit head size.
 
 # Both mean the tanh form: Gemma configs say "gelu", but the models were trained with tanh (transformers' GemmaConfig).
 _ACTIVATIONS = ("gelu", "gelu_pytorch_tanh")
@@ -77,3 +99,196 @@ def names(config: CheckpointConfig) -> SourceNames:
 def decoder(config: CheckpointConfig) -> Decoder:
     plain = llama.decoder(replace(config, hidden_act="gelu_pytorch_tanh"))
     return replace(plain, embedding_scale=math.sqrt(config.hidden_size))
+
+
+# Gemma 2: Gemma with norms on both sides of each block, soft-caps, and a window in every other layer.
+
+_FEEDFORWARD_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+def gemma2_checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Return the family's part of the checkpoint's config: keys of TensorRT-LLM 1.2's GemmaConfig and the windows."""
+    base, scaling = rotary(hf)
+    kinds = layer_kinds(hf) or ["sliding_attention", "full_attention"]
+    return {
+        **gemma_config(hf, activation=hf.get("hidden_act", "gelu_pytorch_tanh"), kv_heads=4, longest=8192),
+        "rotary_base": base,
+        "rotary_scaling": scaling,
+        **superset(*beyond_rotary(scaling)),
+        "inter_layernorms": True,
+        "query_pre_attn_scalar": hf.get("query_pre_attn_scalar", 256),
+        "final_logit_softcapping": hf.get("final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": hf.get("attn_logit_softcapping", 50.0),
+        **window_keys(windows_of(kinds, hf.get("sliding_window", 4096))),
+    }
+
+
+def gemma2_names(config: CheckpointConfig) -> SourceNames:
+    plain = names(config)
+    return replace(plain, norms={**plain.norms, **{name: name for name in _FEEDFORWARD_NORMS}})
+
+
+def gemma2_decoder(config: CheckpointConfig) -> Decoder:
+    return replace(
+        decoder(config),
+        block="sandwich",
+        attention_scale=1 / math.sqrt(config.own("query_pre_attn_scalar", float(config.head_size))),
+        attention_softcap=config.own_or_none("attn_logit_softcapping", float),
+        logits_softcap=config.own_or_none("final_logit_softcapping", float),
+    )
+
+
+# Gemma 3 (text model): Gemma 2 with normalised queries and keys, and a separate rotation in layers with a window.
+# In models with images (4B and larger) it is the text half (`parts/text_halves.py`).
+
+FULL_ATTENTION_SCALING = "full_attention_rotary_scaling"
+"""Key of ours for the scaling of the layers without a window; TensorRT-LLM's `rotary_scaling` is one of all layers."""
+
+# Defaults of transformers' Gemma3TextConfig; the published `text_config` of 4B omits default values.
+_SIZES = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+}
+
+_BASE, _LOCAL_BASE = 1_000_000.0, 10_000.0
+_PATTERN, _WINDOW = 6, 4096
+# Releases before 1.1 use the second name.
+_PATTERN_KEYS = ("_sliding_window_pattern", "sliding_window_pattern")
+
+
+def gemma3_checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's GemmaConfig.
+
+    `rotary_scaling` stays null, as upstream writes it, even for 4B and larger models, which scale only the layers
+    without a window: TensorRT-LLM would scale all layers. `FULL_ATTENTION_SCALING` records the scaling.
+    """
+    hf = {**_SIZES, **hf}
+    if hf.get("attn_logit_softcapping"):
+        raise UnsupportedModelError(
+            "This Gemma 3 sets attn_logit_softcapping, which a TensorRT-LLM checkpoint of Gemma 3 cannot express."
+        )
+    base, scaling, local_base = rotations(hf)
+    window = {"sliding_window": hf.get("sliding_window", _WINDOW)}
+    require_sizes(window, "sliding_window")
+    return {
+        **gemma_config(hf, activation=hf.get("hidden_act", "gelu"), kv_heads=4, longest=131072),
+        "rotary_base": base,
+        "rotary_scaling": None,
+        "inter_layernorms": True,
+        "query_pre_attn_scalar": hf.get("query_pre_attn_scalar", 256),
+        "final_logit_softcapping": hf.get("final_logit_softcapping"),
+        **dict.fromkeys(_PATTERN_KEYS, _pattern(hf)),
+        "rope_local_base_freq": local_base,
+        **window,
+        **({FULL_ATTENTION_SCALING: scaling} if scaling else {}),
+        **superset(*beyond_rotary(scaling)),
+    }
+
+
+def rotations(hf: HfConfig) -> tuple[float, dict[str, Any] | None, float]:
+    """Return base and scaling of the layers without a window, and the base of the layers with one."""
+    nested = rope_parameters({"rope_parameters": hf.get("rope_parameters")})
+    common = {key: value for key, value in nested.items() if not isinstance(value, Mapping)}
+    merged = dict[str, Any]()
+    for part in (common, nested.get("full_attention"), hf.get("rope_scaling")):  # the last wins, as in transformers
+        merged |= rope_parameters({"rope_parameters": part})
+    full = {**hf, "rope_parameters": merged, "rope_scaling": None}
+    local = {"rope_theta": hf.get("rope_local_base_freq"), "rope_parameters": nested.get("sliding_attention")}
+    for each in (full, local):
+        require_whole_heads(each)
+    local_base, local_scaling = rotary(local, default_base=_LOCAL_BASE)
+    if local_scaling is not None:
+        raise UnsupportedModelError(
+            "This model scales the rotary embedding of layers with a window, which a checkpoint cannot express."
+        )
+    base, scaling = rotary(full, default_base=_BASE)
+    return base, scaling, local_base
+
+
+def _pattern(hf: HfConfig) -> int:
+    """Return n when every n-th layer has no window. Raises UnsupportedModelError when `layer_types` is irregular."""
+    pattern = int(hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or _PATTERN)
+    kinds = layer_kinds(hf)
+    if kinds is None or kinds == _kinds(pattern, len(kinds)):
+        return pattern
+    pattern = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
+    if kinds != _kinds(pattern, len(kinds)):
+        raise UnsupportedModelError(
+            "config.json's layer_types has layers without a window at irregular intervals, "
+            "which a TensorRT-LLM checkpoint cannot express."
+        )
+    return pattern
+
+
+def _kinds(pattern: int, layers: int) -> list[str]:
+    return ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
+
+
+def gemma3_names(config: CheckpointConfig) -> SourceNames:
+    return replace(gemma2_names(config), head_norms=llama.HEAD_NORMS)
+
+
+def full_attention_scaling(config: CheckpointConfig) -> Mapping[str, Any] | None:
+    """Return the rotary scaling of layers without a window, or None.
+
+    Other tools may record it as `rotary_scaling`; no Gemma 3 scales its other layers.
+    """
+    return config.full_attention_rotary_scaling or config.rotary_scaling
+
+
+def engine_problem(config: CheckpointConfig) -> str | None:
+    """Return why a TensorRT-LLM engine would compute a different model, or None.
+
+    TensorRT-LLM builds the rotary tables of all layers from one scaling (Attention.register_rope_params).
+    """
+    scaling = full_attention_scaling(config)
+    if not config.architecture.startswith("Gemma3For") or not scaling:
+        return None
+    return (
+        f"this Gemma 3 scales the rotary embedding ({scaling_type(scaling)}) only in layers without a window, and "
+        "a TensorRT-LLM engine scales all layers or none"
+    )
+
+
+def gemma3_decoder(config: CheckpointConfig) -> Decoder:
+    scaling = full_attention_scaling(config)
+    local_base = config.own("rope_local_base_freq", _LOCAL_BASE)
+    pattern = next((found for key in _PATTERN_KEYS if (found := config.own(key, 0))), _PATTERN)
+    return replace(
+        decoder(config),
+        block="sandwich",
+        qk_norm="heads",
+        attention_scale=1 / math.sqrt(config.own("query_pre_attn_scalar", float(config.head_size))),
+        rope_inv_freq=inverse_frequencies(config.head_size, config.rotary_base, scaling),
+        rope_scale=rotary_scale(scaling),
+        local_rope_inv_freq=inverse_frequencies(config.head_size, local_base, None),
+        windows=(*[config.own("sliding_window", _WINDOW)] * (pattern - 1), None),
+        logits_softcap=config.own_or_none("final_logit_softcapping", float),
+    )
+
+
+# VaultGemma: Gemma 2 without the norms after attention and MLP.
+
+
+def vaultgemma_checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Return Gemma 2's config; `hidden_activation` is the only key of the activation."""
+    activation = hf.get("hidden_activation") or "gelu_pytorch_tanh"
+    require_activation(activation, "gelu_tanh")
+    config = gemma2_checkpoint_config({**hf, "hidden_act": "gelu_pytorch_tanh"})
+    return {
+        **config,
+        "inter_layernorms": False,
+        **superset("the family VaultGemma", *config.get("superset", ())),
+    }
+
+
+def vaultgemma_names(config: CheckpointConfig) -> SourceNames:
+    norms = {"input_layernorm": "input_layernorm", "post_layernorm": "pre_feedforward_layernorm"}
+    return replace(names(config), norms=norms)
+
+
+def vaultgemma_decoder(config: CheckpointConfig) -> Decoder:
+    return replace(gemma2_decoder(config), block="sequential")

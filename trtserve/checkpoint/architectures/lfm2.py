@@ -1,4 +1,4 @@
-"""LFM2: most layers have a short convolution instead of attention."""
+"""LFM2, dense and with experts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, required
-from trtserve.checkpoint.architectures.parts.mixer_layers import mixer_keys
+from trtserve.checkpoint.architectures.base import Decoder, ExpertNames, HfConfig, SourceNames, required, superset
+from trtserve.checkpoint.architectures.parts.expert_tensors import deepseek_experts, experts_of
 from trtserve.checkpoint.architectures.parts.mixers import MixerTensor, ShortConvolution
+from trtserve.checkpoint.architectures.parts.state_space import mixer_keys
+
+# LFM2: most layers have a short convolution instead of attention.
 
 # transformers' defaults for absent keys.
 _DEFAULTS: dict[str, Any] = {
@@ -78,3 +81,52 @@ def names(config: CheckpointConfig) -> SourceNames:
 def decoder(config: CheckpointConfig) -> Decoder:
     mixer = ShortConvolution(width=config.hidden_size, taps=config.own("conv_L_cache", 3))
     return replace(llama.decoder(config), qk_norm="heads", mixer=mixer, mixer_layers=frozenset(config.mixer_layers))
+
+
+# LFM2 with experts: sigmoid routers with a correction, and an MLP in the first layers.
+
+_EXPERTS = ExpertNames(
+    router="feed_forward.gate",
+    gate="feed_forward.experts.{}.w1",
+    up="feed_forward.experts.{}.w3",
+    down="feed_forward.experts.{}.w2",
+)
+# transformers' defaults for absent keys.
+_LFM2_MOE: dict[str, Any] = {
+    "num_dense_layers": 2,
+    "use_expert_bias": True,
+    "num_experts_per_tok": 4,
+    "num_experts": 32,
+    "moe_intermediate_size": 1792,
+    "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True,
+}
+
+
+def lfm2_moe_checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Return LFM2's config, whose MLPs have their width as it is, and the experts."""
+    hf = {**_LFM2_MOE, **hf, "block_auto_adjust_ff_dim": False}
+    as_deepseek = {
+        "n_routed_experts": hf["num_experts"],
+        "first_k_dense_replace": hf["num_dense_layers"],
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 0,
+    }
+    plain = checkpoint_config(hf)
+    return {
+        **plain,
+        **deepseek_experts({**hf, **as_deepseek}),
+        "hidden_act": "swiglu",
+        "use_expert_bias": bool(hf["use_expert_bias"]),
+        **superset(*plain["superset"], "sigmoid routers"),
+    }
+
+
+def lfm2_moe_names(config: CheckpointConfig) -> SourceNames:
+    correction = "feed_forward.expert_bias" if config.own("use_expert_bias", True) else None
+    return replace(names(config), experts=replace(_EXPERTS, correction=correction))
+
+
+def lfm2_moe_decoder(config: CheckpointConfig) -> Decoder:
+    return replace(decoder(replace(config, hidden_act="silu")), mlp="experts", experts=experts_of(config))

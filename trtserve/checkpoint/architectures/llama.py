@@ -50,6 +50,8 @@ NAMES = SourceNames(
     unused=("model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq", "rope.freqs"),
 )
 
+HEAD_NORMS = {"attention.q_layernorm": "self_attn.q_norm", "attention.k_layernorm": "self_attn.k_norm"}
+
 # LLaMAConfig's keys that are equal for all models of this family.
 _CONSTANTS: dict[str, Any] = {
     "residual_mlp": False,

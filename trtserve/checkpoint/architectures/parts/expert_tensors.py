@@ -25,6 +25,14 @@ _COUNTS = ("num_experts", "num_local_experts")
 # TensorRT-LLM's ExpertScaleNormalizationMode.
 NOT_NORMALIZED, RENORMALIZED = 0, 1
 _GROUPS = {"n_group": 1, "topk_group": 1, "n_shared_experts": 0}
+DEEPSEEK_EXPERTS = ExpertNames(
+    router="mlp.gate",
+    gate="mlp.experts.{}.gate_proj",
+    up="mlp.experts.{}.up_proj",
+    down="mlp.experts.{}.down_proj",
+    shared="mlp.shared_experts",
+    correction="mlp.gate.e_score_correction_bias",
+)
 
 
 def expert_targets(config: CheckpointConfig, names: ExpertNames, layer: int) -> Iterator[Target]:
