@@ -87,7 +87,8 @@ def _reference(node: Any, path: str, parent: Any) -> Iterator[str]:
     for title, records in help_sections(node, context, commands=False):
         yield f"**{title}**\n\n" + "\n".join(f"- `{names}`: {text}" for names, text in records)
     if node.epilog:
-        yield inspect.cleandoc(node.epilog)
+        linked = r"[\1](../../\1.md)" if depth else r"[\1](../\1.md)"
+        yield re.sub(r"(?<=Guide: )`trtserve help ([a-z/-]+?)(\.md)?`", linked, inspect.cleandoc(node.epilog))
     for name, command in below.items() if depth else ():
         yield from _reference(command, f"{path} {name}", context)
 

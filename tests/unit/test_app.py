@@ -14,7 +14,7 @@ import pytest
 
 import trtserve
 from trtserve.__main__ import main
-from trtserve.cli.app import SHOWN, STAGES, command_tree, run
+from trtserve.cli.app import COMMANDS, SHOWN, USUAL, command_tree, run
 from trtserve.cli.documentation import page_text
 from trtserve.cli.output import print_json
 from trtserve.errors import CheckError, MemoryLimitError, ServerNotFoundError, UsageError, exit_codes
@@ -127,7 +127,7 @@ def test_help_about_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"  {code} " in shown and meaning in shown for code, _, meaning in exit_codes())
     assert run(["help", "31"]) == 0
     assert "31  a port is taken" in capsys.readouterr().out
-    assert run(["build", "--help", "exit-codes"]) == UsageError.code
+    assert run(["build", "--help", "xyzzy"]) == UsageError.code
     assert run(["help", "xyzzy"]) == UsageError.code
     assert "no word 'xyzzy'" in capsys.readouterr().err
     assert run(["--help", "bench", "report"]) == 0
@@ -148,15 +148,60 @@ def test_help_about_a_word(capsys: pytest.CaptureFixture[str]) -> None:
         ("docker", "containers", "Run NVIDIA's containers"),  # no heading has these words
         ("temperature", "chat", "Chat: In the terminal"),
         ("kv cache", "vllm", "Serve with vLLM"),
+        ("load lora", "openai", "Load LoRA adapters while the server runs"),
+        ("lora load", "openai", "Load LoRA adapters while the server runs"),  # the first word is a command
+        ("how do I load a LoRA at run time?", "query", "Send requests: LoRA adapters"),
+        ("multiple GPUs", "gpus", "Several GPUs"),
+        ("quantising", "quantise", "Quantise"),
+        ("https", "serve", "Serve: Proxies"),
     ],
 )
 def test_help_leads_to_the_documentation(
     word: str, page: str, heading: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["help", word]) == 0
+    assert run(["help", *word.split()]) == 0
     documented = capsys.readouterr().out.partition("prints one):")[2].split()
     assert f"how-to/{page}.md" in documented
     assert heading in " ".join(documented)
+
+
+def test_several_words_find_the_options_that_have_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["help", "where", "are", "logs"]) == 0
+    shown = capsys.readouterr().out
+    assert "--log-format" in shown
+    assert "logits" not in shown.partition("documentation")[0]  # a short word is a whole one
+    assert run(["help", "key", "file"]) == 0
+    options, _, pages = capsys.readouterr().out.partition("documentation")
+    assert "--api-key-file FILE" in options
+    assert "--api-key KEY" not in options
+    assert "setup-file.md" in pages
+    assert run(["--help", "key", "file"]) == 0
+    assert capsys.readouterr().out == f"{options}documentation{pages}"
+
+
+def test_a_question_in_other_words_than_ours_finds_the_answer_first(capsys: pytest.CaptureFixture[str]) -> None:
+    for question, first in (
+        ("load lora", "how-to/openai.md"),
+        ("where are the models stored", "questions.md"),
+        ("serve several models on one port", "questions.md"),
+        ("stop the server", "questions.md"),
+        ("run on two nodes", "tutorials/nodes.md"),
+    ):
+        assert run(["help", *question.split()]) == 0
+        assert capsys.readouterr().out.partition("prints one):")[2].split()[0] == first
+
+
+def test_every_guide_of_a_command_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [name for name, entry in COMMANDS.items() if page_text(entry.guide) is None] == []
+    assert run(["stop", "--help"]) == 0
+    assert capsys.readouterr().out.endswith("Guide: `trtserve help how-to/supervise`\n")
+
+
+def test_second_spellings_are_in_the_whole_help_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["chat", "--help"]) == 0
+    assert "--request-output-len" not in capsys.readouterr().out
+    assert run(["chat", "--help", "output-len"]) == 0
+    assert "--request-output-len" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("word", ["tool", "tools"])
@@ -219,11 +264,12 @@ def test_a_group_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "--help"]) == 0
     shown = capsys.readouterr().out
     assert "token-norm-dist" in shown
-    assert STAGES not in shown
+    assert USUAL not in shown
     usual, _, others = shown.partition("More options")
     assert "Options of token-norm-dist:\n" in usual  # `bench` alone takes them
     assert "  --concurrency N " in usual
-    assert "--html" in others
+    assert "  --html FILE " in usual
+    assert "--strict" in others
 
 
 def test_with_json_an_error_is_a_document_too(capsys: pytest.CaptureFixture[str]) -> None:

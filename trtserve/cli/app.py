@@ -41,8 +41,9 @@ _INTERRUPTED = (
 )
 # A process that a signal ended has the exit code 128 plus the signal's number.
 SIGNALLED = 128
-STAGES = "Stages, in order (import runs all up to repo)"
-MODELS = "Models and artefacts"
+USUAL = "Serve a model and use it, in the usual order"
+STAGES = "The stages of import, one by one"
+MODELS = "Models"
 UPKEEP = "Servers and this machine"
 SETUP = "One file for models and servers"
 
@@ -54,6 +55,7 @@ class CommandEntry:
     module: str
     function: str
     panel: str | None = None  # heading in the help
+    guide: str = ""  # page of the documentation, as `trtserve help` takes it
     cleans_up: bool = False  # removes unfinished work after SIGTERM and SIGHUP too, and a second Ctrl-C waits for that
 
 
@@ -63,25 +65,25 @@ class GroupEntry:
 
     help: str
     panel: str
+    guide: str
     commands: dict[str, CommandEntry]
     default: str
     """The command that runs where none is given."""
 
 
-def _command(panel: str | None, module: str, function: str | None = None, *, cleans_up: bool = False) -> CommandEntry:
-    return CommandEntry(module=module, function=function or module, panel=panel, cleans_up=cleans_up)
+def _command(
+    panel: str | None, guide: str, module: str, function: str | None = None, *, cleans_up: bool = False
+) -> CommandEntry:
+    return CommandEntry(module=module, function=function or module, panel=panel, guide=guide, cleans_up=cleans_up)
 
 
 # In the order in which a user needs them.
 COMMANDS: dict[str, CommandEntry | GroupEntry] = {
-    "run": _command(STAGES, "run_", "run", cleans_up=True),
-    "import": _command(STAGES, "import_", cleans_up=True),
-    "convert": _command(STAGES, "convert", cleans_up=True),
-    "build": _command(STAGES, "convert", "build", cleans_up=True),
-    "repo": _command(STAGES, "repo", cleans_up=True),
-    "start": _command(STAGES, "start"),
-    "query": _command(STAGES, "query"),
-    "chat": _command(STAGES, "chat"),
+    "run": _command(USUAL, "how-to/chat", "run_", "run", cleans_up=True),
+    "import": _command(USUAL, "getting-started.md", "import_", cleans_up=True),
+    "start": _command(USUAL, "how-to/serve", "start"),
+    "chat": _command(USUAL, "how-to/chat", "chat"),
+    "query": _command(USUAL, "how-to/query", "query"),
     "bench": GroupEntry(
         help="Measure a served model.\n\n"
         "Every subcommand sends one kind of traffic to the model that users call, or to --model; without one it is "
@@ -90,44 +92,48 @@ COMMANDS: dict[str, CommandEntry | GroupEntry] = {
         "  trtserve bench token-norm-dist --concurrency 8\n"
         "  trtserve bench token-norm-dist --request-rate 5 --slo ttft=200ms,itl=50ms --out monday\n"
         "  trtserve bench compare monday tuesday --max-regression 5%",
-        panel=STAGES,
+        panel=USUAL,
+        guide="how-to/bench",
         default="token-norm-dist",
         commands={
-            "token-norm-dist": _command(None, "bench", "token_norm_dist"),
-            "token-from-histogram": _command(None, "bench", "token_from_histogram"),
-            "dataset": _command(None, "bench", "dataset"),
-            "prefix": _command(None, "bench", "prefix"),
-            "sessions": _command(None, "bench", "sessions"),
-            "replay": _command(None, "bench", "replay"),
-            "e2e": _command(None, "bench", "e2e"),
-            "report": _command(None, "bench_results", "report"),
-            "compare": _command(None, "bench_results", "compare"),
+            "token-norm-dist": _command(None, "how-to/bench", "bench", "token_norm_dist"),
+            "token-from-histogram": _command(None, "how-to/bench", "bench", "token_from_histogram"),
+            "dataset": _command(None, "how-to/bench", "bench", "dataset"),
+            "prefix": _command(None, "how-to/bench", "bench", "prefix"),
+            "sessions": _command(None, "how-to/bench", "bench", "sessions"),
+            "replay": _command(None, "how-to/bench", "bench", "replay"),
+            "e2e": _command(None, "how-to/bench", "bench", "e2e"),
+            "report": _command(None, "how-to/bench-results", "bench_results", "report"),
+            "compare": _command(None, "how-to/bench-results", "bench_results", "compare"),
         },
     ),
-    "init": _command(SETUP, "setup_file", "init"),
-    "up": _command(SETUP, "setup_file", "up", cleans_up=True),
-    "diff": _command(SETUP, "setup_file", "diff"),
-    "down": _command(SETUP, "setup_file", "down"),
-    "tune": _command(SETUP, "tune", cleans_up=True),
-    "plan": _command(MODELS, "plan"),
-    "check": _command(MODELS, "check"),
-    "inspect": _command(MODELS, "models", "inspect"),
-    "lora": _command(MODELS, "convert", "lora", cleans_up=True),
-    "models": _command(MODELS, "models"),
-    "list": _command(MODELS, "models", "list_models"),
-    "remove": _command(MODELS, "models", "remove"),
-    "prune": _command(MODELS, "models", "prune"),
-    "push": _command(MODELS, "models", "push"),
-    "pull": _command(MODELS, "models", "pull"),
-    "gateway": _command(UPKEEP, "gateway"),
-    "door": _command(None, "gateway"),  # its former name, which no list shows
-    "replicas": _command(UPKEEP, "gateway", "replicas"),
-    "status": _command(UPKEEP, "status"),
-    "logs": _command(UPKEEP, "status", "logs"),
-    "metrics": _command(UPKEEP, "metrics"),
-    "stop": _command(UPKEEP, "status", "stop"),
-    "doctor": _command(UPKEEP, "doctor"),
-    "bindings": _command(UPKEEP, "doctor", "bindings"),
+    "status": _command(USUAL, "how-to/watch", "status"),
+    "logs": _command(USUAL, "how-to/watch", "status", "logs"),
+    "stop": _command(USUAL, "how-to/supervise", "status", "stop"),
+    "convert": _command(STAGES, "how-to/quantise", "convert", cleans_up=True),
+    "build": _command(STAGES, "how-to/engines", "convert", "build", cleans_up=True),
+    "repo": _command(STAGES, "how-to/engines", "repo", cleans_up=True),
+    "lora": _command(STAGES, "how-to/query", "convert", "lora", cleans_up=True),
+    "models": _command(MODELS, "getting-started.md", "models"),
+    "plan": _command(MODELS, "how-to/plan", "plan"),
+    "check": _command(MODELS, "how-to/check", "check"),
+    "inspect": _command(MODELS, "how-to/engines", "models", "inspect"),
+    "list": _command(MODELS, "getting-started.md", "models", "list_models"),
+    "remove": _command(MODELS, "getting-started.md", "models", "remove"),
+    "prune": _command(MODELS, "getting-started.md", "models", "prune"),
+    "push": _command(MODELS, "how-to/travel", "models", "push"),
+    "pull": _command(MODELS, "how-to/travel", "models", "pull"),
+    "init": _command(SETUP, "how-to/setup-file", "setup_file", "init"),
+    "up": _command(SETUP, "how-to/setup-file", "setup_file", "up", cleans_up=True),
+    "diff": _command(SETUP, "how-to/setup-file", "setup_file", "diff"),
+    "down": _command(SETUP, "how-to/setup-file", "setup_file", "down"),
+    "tune": _command(SETUP, "how-to/tune", "tune", cleans_up=True),
+    "metrics": _command(UPKEEP, "how-to/watch", "metrics"),
+    "doctor": _command(UPKEEP, "how-to/doctor", "doctor"),
+    "gateway": _command(UPKEEP, "how-to/gateway", "gateway"),
+    "door": _command(None, "how-to/gateway", "gateway"),  # its former name, which no list shows
+    "replicas": _command(UPKEEP, "how-to/gateway", "gateway", "replicas"),
+    "bindings": _command(UPKEEP, "how-to/nvidia-guides", "doctor", "bindings"),
 }
 SHOWN = tuple(name for name, entry in COMMANDS.items() if entry.panel is not None)
 
@@ -152,7 +158,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _asked_help(arguments: Sequence[str]) -> Sequence[str]:
-    """Return `COMMAND --help WORD` for `help COMMAND WORD`."""
+    """Return `COMMAND --help WORDS` for `help COMMAND WORDS`."""
     if arguments[:1] != ["help"]:
         return arguments
     words = list(arguments[1:])
@@ -235,12 +241,13 @@ def application(names: Collection[str] = SHOWN) -> typer.Typer:
     """Return the Typer application with the commands `names`."""
     app = typer.Typer(
         name="trtserve",
-        help="From a Hugging Face checkpoint to a served and measured endpoint on Triton Inference Server."
-        "\n\nExamples:\n  trtserve run demo\n"
-        '  trtserve import demo\n  trtserve start --detach\n  trtserve query "What is ML?"',
-        epilog="`trtserve help COMMAND` explains a command, and `trtserve help WORD` finds options. Every option is "
-        "also read from the environment, as TRTSERVE_COMMAND_OPTION: "
-        "TRTSERVE_START_HTTP_PORT=9000.",
+        help="Serve language models with Triton Inference Server, and measure them."
+        "\n\nExamples:\n  trtserve run demo\n  trtserve stop\n"
+        "  trtserve import smollm2-135m-instruct\n  trtserve start --detach --ui\n"
+        '  trtserve query "What is gravity?"',
+        epilog="`trtserve help COMMAND` explains a command. `trtserve help WORDS`, such as `trtserve help load lora`, "
+        "searches options and documentation. Every option is also read from the environment, as "
+        "TRTSERVE_COMMAND_OPTION: TRTSERVE_START_HTTP_PORT=9000.",
         cls=ParsedGroup,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
@@ -263,19 +270,25 @@ def command_tree(names: Collection[str] = SHOWN) -> Any:
     """Return the tree of Typer's commands, whose root has the commands `names`."""
     if COMPLETION_VARIABLE in os.environ:
         _typer_completion().completion_init()
-    return typer.main.get_command(application(names))
+    tree: Any = typer.main.get_command(application(names))
+    tree.commands = {name: tree.commands[name] for name in names}  # Typer puts groups last
+    return tree
 
 
 def _add(app: typer.Typer, name: str, entry: CommandEntry | GroupEntry) -> None:
     if isinstance(entry, CommandEntry):
         module = importlib.import_module(f"trtserve.cli.{entry.module}")
         body = _guarded(with_spec_options(getattr(module, entry.function)), cleans_up=entry.cleans_up)
-        app.command(name=name, cls=ParsedCommand, rich_help_panel=entry.panel)(body)
+        app.command(name=name, cls=ParsedCommand, rich_help_panel=entry.panel, epilog=_guide(entry))(body)
         return
     group = typer.Typer(cls=ParsedGroup, context_settings={"obj": entry.default})
     for below, command in entry.commands.items():
         _add(group, below, command)
-    app.add_typer(group, name=name, help=entry.help, rich_help_panel=entry.panel)
+    app.add_typer(group, name=name, help=entry.help, rich_help_panel=entry.panel, epilog=_guide(entry))
+
+
+def _guide(entry: CommandEntry | GroupEntry) -> str:
+    return f"Guide: `trtserve help {entry.guide}`"
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,16 +1,25 @@
-"""The documentation that travels with the package: its pages and sections."""
+"""The documentation that travels with the package: its pages, and the search of them."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trtserve.errors import listing
+
 _FOLDER = Path(__file__).parents[1] / "docs"
 _UNLISTED = ("changelog.md", "index.md", "performance-history.md")
-_MOST_SECTIONS, _OFTEN = 25, 3  # a word of more sections is telling only where it is said often
+_MOST_PAGES, _MOST_HEADINGS = 6, 3
+# How much more a word says in a heading, or in the title of a page, than in its text.
+_IN_HEADING, _IN_TITLE = 6, 2
+_EXACT = 4  # factor of a section whose heading is what was asked for, and no more
+_PLACES = {"questions": 1.2, "how-to": 1.0, "tutorials": 1.0, "getting-started": 1.0, "security": 1.0}
+_OTHERS = 0.5  # factor of all other pages: they explain or list, and rarely say how
+_LEAST = 0.12  # of the best score
 
 
 @dataclass(frozen=True)
@@ -22,8 +31,8 @@ class PageSection:
     title: str
     heading: str
     """Empty for what stands below the title."""
-    words: frozenset[str]
-    """Words of its text that tell it from other sections."""
+    words: Counter[str]
+    """Words of its text outside code blocks, with how often each occurs."""
 
 
 def page_text(name: str) -> str | None:
@@ -38,18 +47,63 @@ def page_text(name: str) -> str | None:
     return names[wanted].read_text(encoding="utf-8") if wanted in names else None
 
 
-def sections() -> Iterator[PageSection]:
-    """Yield the sections of all pages but decisions, commands and what tells of the past."""
-    found: list[tuple[str, str, str, Counter[str]]] = []
+def sections() -> list[PageSection]:
+    """Return the sections of all pages but decisions, commands and what tells of the past."""
+    found = []
     for page in sorted({*_FOLDER.glob("*.md"), *_FOLDER.glob("*/*.md")} - {_FOLDER / name for name in _UNLISTED}):
         if page.parent.name == "decisions":
             continue
         outside_code = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL).replace("`", "")
         _, *parts = re.split(r"^#+ (.+)$", outside_code, flags=re.MULTILINE)
         for heading, text in zip(parts[::2], parts[1::2], strict=True):
-            words = Counter(re.findall(r"[a-z][a-z0-9]+", re.sub(r"\]\(.*?\)", "", text).lower()))
-            found.append((str(page.relative_to(_FOLDER)), parts[0], "" if heading is parts[0] else heading, words))
-    spread = Counter(word for *_, words in found for word in words)
-    for name, title, heading, words in found:
-        telling = (word for word, times in words.items() if spread[word] <= _MOST_SECTIONS or times >= _OFTEN)
-        yield PageSection(name, title, heading, frozenset(telling))
+            words = Counter(re.findall(r"[a-z0-9]{2,}", re.sub(r"\]\(.*?\)", "", text).lower()))
+            name = str(page.relative_to(_FOLDER))
+            found.append(PageSection(name, parts[0], "" if heading is parts[0] else heading, words))
+    return found
+
+
+def pages_about(parts: Sequence[str], command: str = "") -> list[tuple[str, str]]:
+    """Return the pages that say most about some words, best first: their names, and their title with the headings.
+
+    `parts` are expressions for single words, which may be in any order. Rare words count more, a word that no page
+    has does not count. With `command`, its name is one more word.
+    """
+    every = sections()
+    patterns = [beginning(part) for part in (*parts, *filter(None, [command]))]
+    counts = [[_counts(pattern, section) for pattern in patterns] for section in every]
+    spread = [sum(any(row[place]) for row in counts) for place in range(len(patterns))]
+    if not any(spread[: len(parts)]):
+        return []
+    rarity = [math.log(1 + len(every) / times) if times else 0.0 for times in spread]
+    exact = beginning(r"[\W_]+".join(parts) + "s?")
+    pages: dict[tuple[str, str], list[tuple[float, str]]] = {}
+    for section, row in zip(every, counts, strict=True):
+        weighted = list(zip(rarity, row, strict=True))
+        score = sum(
+            rare * (_IN_HEADING * in_heading + _IN_TITLE * in_title + math.log2(1 + in_text))
+            for rare, (in_heading, in_title, in_text) in weighted
+        )
+        score *= (sum(rare for rare, count in weighted if any(count)) / sum(rarity)) ** 2
+        score *= _PLACES.get(re.split(r"[/.]", section.page)[0], _OTHERS)
+        score *= _EXACT if exact.fullmatch(section.heading or section.title) else 1
+        if score > 0:
+            pages.setdefault((section.page, section.title), []).append((score, section.heading))
+    ranked = sorted(pages.items(), key=lambda item: -max(item[1])[0])[:_MOST_PAGES]
+    return [_entry(*place, found) for place, found in ranked if max(found)[0] >= _LEAST * max(ranked[0][1])[0]]
+
+
+def beginning(expression: str) -> re.Pattern[str]:
+    """Return a pattern of what begins a word."""
+    return re.compile(rf"(?<![^\W_]){expression}", re.IGNORECASE)
+
+
+def _counts(pattern: re.Pattern[str], section: PageSection) -> tuple[bool, bool, int]:
+    """Return whether heading and title have a word, and how often the text has it."""
+    times = sum(count for word, count in section.words.items() if pattern.match(word))
+    return bool(pattern.search(section.heading or section.title)), bool(pattern.search(section.title)), times
+
+
+def _entry(page: str, title: str, found: Sequence[tuple[float, str]]) -> tuple[str, str]:
+    best = max(found)[0]
+    headings = [heading for score, heading in sorted(found, key=lambda each: -each[0]) if heading and 2 * score >= best]
+    return page, f"{title}: {listing(headings, most=_MOST_HEADINGS)}" if headings else title

@@ -61,9 +61,10 @@ def import_(
     dry_run: DryRunOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Download a model, convert it, build its engine and assemble its repository; finished stages are reused.
+    """Download a model and make it ready to serve; finished stages are reused.
 
-    The engine goes to $ENGINE_DEST_PATH/NAME if that variable is set.
+    The model is converted, its engine is built and its Triton repository assembled, as `convert`, `build` and `repo` do
+    one by one. The engine goes to $ENGINE_DEST_PATH/NAME if that variable is set.
 
     Examples:
         trtserve import demo

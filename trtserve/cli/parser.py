@@ -40,15 +40,39 @@ _OF_KUBERNETES = re.compile(r"PORT(_|$)|(.+_)?SERVICE_(HOST|PORT)|.+_PORT_\d+_(T
 _OF_CHILDREN = re.compile(r"VLLM_(LEADER|NODES?)$|RUN_FOLDER$|(TESTS?|STAND_IN|DOUBLE)_|CONTAINER_MOUNTS$")
 _WIDEST_NAME = 28  # of an option in the help; longer ones have a line of their own
 _LONGEST_NAME = 74  # with all choices; beyond it these go into the text
-_MOST_PAGES = 8
 _MOST_OWNERS = 4  # commands that the help of a word names for an option
+_MOST_FOUND = 10  # options that the help of a word shows, unless more have it in their names
+# Words of a question that tell nothing about its subject.
+_SAY_NOTHING = re.compile(
+    "an?|and|are|at|be|by|can|do|does|for|from|get|have|how|i|if|in|is|its?|me|my|of|on|or|so|that|the|there|this|to|"
+    "use|using|want|what|when|where|which|why|with|you|your"
+)
+_SHORT_WORD = 3  # letters; log is not logits
+# What people call things that the help calls otherwise.
+_SYNONYMS = {
+    "https": "tls",
+    "ssl": "tls",
+    "password": "key",
+    "auth": "key",
+    "huggingface": "hub|hugging",
+    "delete": "remove",
+    "k8s": "kubernetes",
+    "multiple": "several",
+    "multi": "several",
+    "benchmark": "bench|measure",
+    "crash": "killed|restart",
+    "crashes": "killed|restart",
+    "webui": "page|browser",
+    "ui": "page|browser",
+}
 _MOST_LISTED = 5  # commands of a group that an error lists
 _MOST_OPTIONS = 30  # of a command whose help shows all of them
 _HELP = "trtserve.help"  # in the context: the word that is asked for, or "" for everything
 _BRIEF = "trtserve.brief"  # in the context: nothing was typed, and a small terminal should show the answer whole
+_SHORT = "trtserve.short"  # in the context: options have no second spellings
 _HELP_FLAGS = ("-h", "--help")
 _COMMON = ("Arguments", "Options")
-_MOST_NAMED = 3  # options of a heading that a short help names
+_MOST_NAMED = 5  # options of a heading that a short help names; of more, one less
 # Attention, MLPs and experts: how the names of modules that adapters change begin.
 _MODULE = re.compile(r"(cross_)?(attn|mlp|moe)_\w+")
 # What vLLM, Ollama, Docker and Triton CLI call our commands.
@@ -146,10 +170,14 @@ class ParsedOption(TyperOption):
         if self.hidden:
             return None
         if self.name == "help":
-            return "-h, --help [WORD]", "Show this message, or what WORD is about; --help-all shows every option."
-        names = ", ".join(sorted(self.opts, key=lambda flag: flag.startswith("--")))
-        if self.secondary_opts:
-            names = " / ".join(filter(None, (names, ", ".join(self.secondary_opts))))
+            return "-h, --help [WORDS]", "Show this message, or what WORDS are about; --help-all shows every option."
+        on, off = ([*self.opts], [*self.secondary_opts])
+        if ctx.meta.get(_SHORT):  # one long spelling each
+            on = [*(flag for flag in on if not flag.startswith("--")), *([self.display_name()] if self.opts else [])]
+            off = off[:1]
+        names = ", ".join(sorted(on, key=lambda flag: flag.startswith("--")))
+        if off:
+            names = " / ".join(filter(None, (names, ", ".join(off))))
         notes = ["required"] if self.required else [f"default: {text}"] if (text := self.default_text()) else []
         if not self.is_flag:
             metavar = self.metavar or metavar_of(_element(self.type_descriptor.annotation))
@@ -183,7 +211,7 @@ class ParsedArgument(TyperArgument):
 
     def get_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the argument as the usage line shows it."""
-        dots = "..." if self.nargs == -1 else ""
+        dots = "..." if self.nargs == -1 and "…" not in self.display_name() else ""
         return [f"{self.display_name()}{dots}" if self.required else f"[{self.display_name()}{dots}]"]
 
     def get_help_record(self, ctx: Any) -> tuple[str, str] | None:
@@ -271,6 +299,7 @@ def _write_help(node: Any, context: Any, formatter: Any) -> None:
     if examples:
         with formatter.section("Examples"):
             formatter.write("".join(f"  {line}\n" for line in examples))
+    context.meta[_SHORT] = _HELP not in context.meta
     sections, more = help_sections(node, context), []
     default = getattr(node, "commands", {}).get(context.obj)  # its options are taken without its name too
     if default is not None:
@@ -286,7 +315,7 @@ def _write_help(node: Any, context: Any, formatter: Any) -> None:
             with formatter.section(f"{title} of {default.name}" if default and title == "Options" else title):
                 _write_columns(formatter, records)
     if more:
-        with formatter.section(f"More options (`{context.command_path} --help-all`, or `--help WORD`)"):
+        with formatter.section(f"More options (`{context.command_path} --help-all`, or `--help WORDS`)"):
             _write_columns(formatter, [(title, _named_options(records)) for title, records in more])
     node.format_epilog(context, formatter)
 
@@ -307,97 +336,105 @@ def _write_brief(sections: Sequence[tuple[str, Sequence[tuple[str, str]]]], cont
 def _named_options(records: Sequence[tuple[str, str]]) -> str:
     """Return the first spellings of some options, and how many more there are."""
     names = [next((part for part in names.split() if part.startswith("--")), names).rstrip(",") for names, _ in records]
-    return ", ".join(names[:_MOST_NAMED]) + (
-        f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    )
+    shown = len(names) if len(names) <= _MOST_NAMED else _MOST_NAMED - 1
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if shown < len(names) else "")
 
 
 def _asked_help(context: Any, args: list[str]) -> list[str]:
-    """Note a word after --help, and --help-all, in the context; return the words without them."""
-    for place, (word, after) in enumerate(zip(args, [*args[1:], "-"], strict=False)):
+    """Note the words after --help, and --help-all, in the context; return the words without them."""
+    for place, word in enumerate(args):
         if word == "--":
             break
         if word == "--help-all":
             context.meta[_HELP] = ""
             return [*args[:place], "--help"]
-        if word in _HELP_FLAGS and not after.startswith("-"):
-            context.meta[_HELP] = after
+        after = list(itertools.takewhile(lambda each: not each.startswith("-"), args[place + 1 :]))
+        if word in _HELP_FLAGS and after:
+            context.meta[_HELP] = " ".join(after)
             return [*args[:place], "--help"]
     return args
 
 
-def _write_matches(node: Any, context: Any, formatter: Any, word: str) -> None:
-    """Write the commands and options of a command, and of those below it, that have the word in name, text or heading.
+def _write_matches(node: Any, context: Any, formatter: Any, asked: str) -> None:
+    """Write what some words are about: commands and options that have all of them, and pages of the documentation.
 
-    For the whole command line, also the exit codes, found by that name or by a code, and the sections of the
-    documentation; and a page of it by its name. Raises UsageError when there is nothing.
+    Of a command only its own options. For the whole command line, also the exit codes, found by that name or by a
+    code; a page that is asked for by its name is printed. Raises UsageError when there is nothing.
     """
-    from trtserve.cli.documentation import page_text
+    from trtserve.cli.documentation import beginning, page_text, pages_about
 
-    if context.parent is None and (page := page_text(word)) is not None:
+    whole = context.parent is None
+    if whole and (page := page_text(asked)) is not None:
         formatter.write(page)
         return
-    # Words may be joined in any way: `api key`, `--api-key`. Quantise is quantize, and drafts is draft.
-    bare = [re.sub(r"(?<=[^\W\ds_]{3})s$", "", part) for part in re.findall(r"[^\W_]+", word)]
-    parts = [re.sub(r"i[sz](?=[aei])", "i[sz]", part) for part in bare] or [re.escape(word)]
-    spelled = r"[\W_]+".join(parts)
-    begins = re.compile(rf"(?<![^\W_]){spelled}", re.IGNORECASE)
-    found = _records_about(node, context, begins)
-    if context.parent is None:
-        codes = [(code, meaning) for code, _, meaning in exit_codes() if begins.search("exit-codes") or word == code]
-        found |= {
-            "exit codes": codes,
-            "documentation (`trtserve help PAGE` prints one)": [*_pages_about(begins, parts)],
-        }
+    parts = _stems(asked)
+    found = _records_about(node, context, parts)
+    if whole:
+        begins = beginning(r"[\W_]+".join(parts))
+        codes = [(code, text) for code, _, text in exit_codes() if begins.search("exit codes") or asked == code]
+        found["exit codes"] = codes
+    command = "" if whole else context.command_path.split()[1]
+    found["documentation (`trtserve help PAGE` prints one)"] = pages_about(parts, command)
     for title, rows in found.items():
         if rows:
             with formatter.section(title):
                 _write_columns(formatter, rows)
     if not any(found.values()):
         path = context.command_path
-        raise UsageError(f"The help of `{path}` has no word {word!r}.", hint=f"`{path} --help-all` shows all of it.")
+        raise UsageError(f"The help of `{path}` has no word {asked!r}.", hint=f"`{path} --help-all` shows all of it.")
 
 
-def _records_about(node: Any, context: Any, begins: re.Pattern[str]) -> dict[str, list[tuple[str, str]]]:
-    """Return what matches of the help of a command and those below it, each once, by the commands that have it."""
+def _stems(asked: str) -> list[str]:
+    """Return expressions for the words that were asked for, without those that say nothing.
+
+    They match the beginning of a word, and a short one the whole word. Quantising is quantized, drafts is draft, and
+    a hyphen is a blank.
+    """
+    words = [word.lower() for word in re.findall(r"[^\W_]+", asked)]
+    telling = [word for word in words if not _SAY_NOTHING.fullmatch(word)] or words or [re.escape(asked)]
+    return [_stem(word) for word in telling]
+
+
+def _stem(word: str) -> str:
+    if word in _SYNONYMS:
+        return f"({word}|{_SYNONYMS[word]})"
+    bare = re.sub(r"(?<=[^\W\d_]{3})(?<!s)s$|(?<=[^\W\d_]{4})(ed|ing|ise|ize)$", "", word)
+    if len(bare) <= _SHORT_WORD:
+        return rf"{bare}s?(?![^\W_])"
+    return re.sub(r"i[sz](?=[aei]|$)", "i[sz]", re.sub(r"([bdgmnprt])\1$", r"\1", bare))
+
+
+def _records_about(node: Any, context: Any, parts: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
+    """Return what matches of the help of a command and those below it, each once, by the commands that have it.
+
+    A record has all words, and where any have them one after the other, only those count. Where many do, those that
+    have them in their names count.
+    """
+    from trtserve.cli.documentation import beginning
+
     owners: dict[tuple[str, str], list[str]] = {}  # option → its commands
+    each_word = [*map(beginning, parts)]
     for names, each in commands_of(node):
         if each.hidden:
             continue
         own = each.make_context(names[-1] if names else context.info_name, [], parent=context, resilient_parsing=True)
         for title, records in help_sections(each, own):
-            named = [record for record in records if begins.search(" ".join(record)) and "--help [" not in record[0]]
+            about = [
+                record
+                for record in records
+                if all(word.search(" ".join(record)) for word in each_word) and "--help [" not in record[0]
+            ]
             # A heading stands for all below it where none of them has the word itself.
-            for record in named or (records if begins.search(title) else ()):
+            for record in about or (records if all(word.search(title) for word in each_word) else ()):
                 owners.setdefault(record, []).append(" ".join(names))
+    phrase = beginning(r"[\W_]+".join(parts))
+    kept = [record for record in owners if phrase.search(" ".join(record))] or list(owners)
+    named = [record for record in kept if phrase.search(record[0])]
     found: dict[str, list[tuple[str, str]]] = {}
-    for record, commands in owners.items():
-        heading = f"{context.command_path} {listing(commands, most=_MOST_OWNERS)}".rstrip()
+    for record in named if named and len(kept) > _MOST_FOUND else kept[: 2 * _MOST_FOUND]:
+        heading = f"{context.command_path} {listing(owners[record], most=_MOST_OWNERS)}".rstrip()
         found.setdefault(heading, []).append(record)
     return found
-
-
-def _pages_about(begins: re.Pattern[str], parts: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield page and headings of the sections of the documentation whose heading, or else whose text has the word.
-
-    `begins` matches one or more words; of a text all are wanted, in any order.
-    """
-    from trtserve.cli.documentation import sections
-
-    named, told = dict[tuple[str, str], list[str]](), dict[tuple[str, str], list[str]]()
-    each_word = [re.compile(rf"(?<![^\W_]){part}", re.IGNORECASE) for part in parts]
-    for section in sections():
-        text = " ".join((section.title, section.heading, *section.words))
-        kept = named if begins.search(section.heading or section.title) else told
-        if kept is named or all(part.search(text) for part in each_word):
-            kept.setdefault((section.page, section.title), []).append(section.heading)
-    others = sorted((place for place in told if place not in named), key=lambda place: -len(told[place]))
-    about = re.compile(rf"{begins.pattern}s?", re.IGNORECASE)  # a section of just this name comes first
-    named = dict(sorted(named.items(), key=lambda item: not any(map(about.fullmatch, item[1]))))
-    found = named | {place: told[place] for place in others[: max(0, _MOST_PAGES - len(named))]}
-    for (page, title), headings in found.items():
-        below = listing(list(filter(None, headings)), most=_MOST_OWNERS)
-        yield page, f"{title}: {below}" if below else title
 
 
 def split_help(text: str | None) -> tuple[str, list[str]]:

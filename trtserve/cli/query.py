@@ -98,10 +98,10 @@ def query(
     json: JsonOption = False,
     places: QueryPlaces,
 ) -> None:
-    """Ask a served model, or with --local an engine, and print the answer alone.
+    """Send prompts to a served model and print the answers.
 
-    The prompt and leading spaces are left out. Chat models get the prompt in their chat template. Ctrl-C stops the
-    request in the engine too.
+    Chat models get the prompt in their chat template. An answer is printed without the prompt and without leading
+    spaces. Ctrl-C stops the request in the engine too. With --local an engine answers without a server.
 
     Examples:
         trtserve query "What is ML?"

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from trtserve.progress import Progress
 
 FileArgument = Annotated[
-    Path, typer.Argument(metavar="FILE", help="YAML file with models and servers.", autocompletion=paths)
+    Path,
+    typer.Argument(
+        metavar="FILE", help="YAML file with models and servers; default: trtserve.yaml.", autocompletion=paths
+    ),
 ]
 _DEFAULT = Path("trtserve.yaml")
 

@@ -50,7 +50,7 @@ def start(
     triton_arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[NAME…] [-- FLAG…]",
+            metavar="NAME… -- FLAG…",
             help="Further imports for the same port, and flags for tritonserver, passed on unchanged.",
         ),
     ] = None,
@@ -90,15 +90,14 @@ def start(
     dry_run: DryRunOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Serve a model with Triton until Ctrl-C, or with --detach in the background.
+    """Serve a model with Triton; with --detach in the background, otherwise until Ctrl-C.
 
-    Clients written for any TensorRT-LLM release work with the default repository of a CPU engine, except some of 0.12
-    and 0.13: they need one made with `trtserve repo --release 0.12`.
+    It answers OpenAI's, Anthropic's and Ollama's APIs and Triton's own on the HTTP port, and Triton's on the gRPC port.
 
     Examples:
         trtserve start
-        trtserve start llama-2-7b --detach --http-port 9000
-        trtserve start llama-2-7b --detach --restart on-failure
+        trtserve start --detach --ui
+        trtserve start llama-2-7b --detach --http-port 9000 --restart on-failure
         trtserve start llama-2-7b -- --log-verbose=1
         trtserve start llama-2-7b qwen3-4b --idle-unload 600
         trtserve start llama-2-7b --slurm --nodes 2 --account research

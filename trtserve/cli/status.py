@@ -239,7 +239,9 @@ def stop(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Stop a server and print its name once no process, port or shared memory of it is left.
+    """Stop a server.
+
+    Prints its name once no process, port or shared memory of it is left.
 
     Examples:
         trtserve stop

@@ -145,8 +145,7 @@ class RequestOptions(Spec):
         "--seed",
         "--random-seed",
         tensors=("seed", "random_seed"),
-        help="Seed of sampling. One seed gives one answer, unless it reuses an 8-bit KV cache: that shifts the odds "
-        "slightly, except with `repo --disable-kv-cache-reuse`.",
+        help="Seed of sampling: the same seed gives the same answer, if no 8-bit KV cache is reused.",
         minimum=0,
         maximum=UINT64,
         panel=SAMPLING,

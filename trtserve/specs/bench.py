@@ -196,7 +196,11 @@ class BenchRuns(Spec):
         panel=RESULTS,
     )
     html: Path | None = option(
-        None, metavar="FILE", help="Write plots and tables as one page (.svg, .png: only the plots).", panel=RESULTS
+        None,
+        metavar="FILE",
+        help="Write plots and tables as one page (.svg, .png: only the plots).",
+        panel=RESULTS,
+        common=True,
     )
     metrics_url: str | None = option(
         None, metavar="URL", help="Metrics page to sample.", unset="that of a server started here", panel=RESULTS

@@ -10,7 +10,7 @@ from typing import Literal
 from trtserve.errors import UsageError
 from trtserve.host.machine import parse_cpus
 from trtserve.specs.options import Spec, option
-from trtserve.specs.tools import InContainer
+from trtserve.specs.tools import NVIDIA_TOOLS, InContainer
 
 GPUS = "Engines on GPUs"
 ACCESS = "Access and protection"
@@ -50,6 +50,7 @@ class ManySpec(Spec):
 class ServerSpec(InContainer):
     """How a server is started; ports are fixed beforehand, since clients must know them."""
 
+    ui: bool = option(False, "--ui", help="Serve a page with a conversation and the server's figures.", common=True)
     name: str | None = option(None, help="Name of the server.", unset="the repository's", common=True)
     host: str = option("127.0.0.1", metavar="ADDRESS", help="Interface to listen on.", common=True)
     http_port: int = option(HTTP_PORT, metavar="PORT", help="HTTP port.", minimum=1, maximum=_LAST_PORT, common=True)
@@ -59,17 +60,17 @@ class ServerSpec(InContainer):
     )
     auto_ports: bool = option(False, help="Replace each taken port by the next free one.", common=True)
     ready_timeout: float = option(
-        600.0, metavar="SECONDS", help="Longest wait until all models are ready.", above=0, common=True
+        600.0, metavar="SECONDS", help="Longest wait until all models are ready.", above=0, panel=SUPERVISION
     )
     bindings: str | None = option(
         None,
         metavar="RELEASE",
         help="Serve models that import tensorrt_llm.bindings.executor, such as NVIDIA's Python models, on the embedded "
         "executor, which says it is this release.",
-        common=True,
+        panel=NVIDIA_TOOLS,
     )
     restart: Literal["never", "on-failure", "always"] = option(
-        "never", help="When to start again a server that ended by itself.", panel=SUPERVISION
+        "never", help="When to start again a server that ended by itself.", panel=SUPERVISION, common=True
     )
     restart_limit: int = option(
         5,
@@ -98,7 +99,14 @@ class ServerSpec(InContainer):
         panel=GPUS,
     )
     gpus: tuple[int, ...] = option(
-        (), metavar="N,…", help="GPUs to use, such as 0,1.", separator=",", minimum=0, unset="all", panel=GPUS
+        (),
+        metavar="N,…",
+        help="GPUs to use, such as 0,1.",
+        separator=",",
+        minimum=0,
+        unset="all",
+        panel=GPUS,
+        common=True,
     )
     instances: int = option(
         1,
@@ -143,7 +151,6 @@ class ServerSpec(InContainer):
         minimum=0,
         panel=SUPERVISION,
     )
-    ui: bool = option(False, "--ui", help="Serve a page with a conversation and the server's figures.", common=True)
     exit_timeout: int = option(
         3, metavar="SECONDS", help="Time for tritonserver to end in order.", minimum=1, panel=GPUS
     )
@@ -155,7 +162,11 @@ class ServerSpec(InContainer):
         panel=ACCESS,
     )
     api_key_file: Path | None = option(
-        None, metavar="FILE", help="File with that key in its first line, readable only by you.", panel=ACCESS
+        None,
+        metavar="FILE",
+        help="File with the key that clients must send, in its first line; readable only by you.",
+        panel=ACCESS,
+        common=True,
     )
     tls_certificate: Path | None = option(
         None, metavar="FILE", help="Encrypt HTTP and gRPC with this certificate chain (PEM).", panel=ACCESS
