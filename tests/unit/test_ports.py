@@ -13,7 +13,7 @@ from tests.support.http_pages import answering
 from trtserve.client.endpoint import unreachable
 from trtserve.errors import PortInUseError
 from trtserve.host import ports
-from trtserve.host.ports import direct_opener, free_ports, is_free, is_here, listening_socket
+from trtserve.host.ports import free_ports, is_free, is_here, listening_socket, web_opener
 
 HOST = "127.0.0.1"
 
@@ -57,7 +57,7 @@ def test_urls_are_opened_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     with (
         answering(lambda path: path) as port,
-        direct_opener().open(f"http://127.0.0.1:{port}/v1", timeout=10) as page,
+        web_opener(direct=True).open(f"http://127.0.0.1:{port}/v1", timeout=10) as page,
     ):
         assert page.read() == b"/v1"
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import shutil
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import Any
 
 import pytest
@@ -18,13 +22,22 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.__main__ import prepare_streams
 from trtserve.artifacts import Engine, Manifest, ModelRepository
 from trtserve.cli.app import run
-from trtserve.errors import CorruptFileError, MachineError, ModelNotFoundError, TrtserveError, UsageError
+from trtserve.errors import (
+    AccessDeniedError,
+    ArtifactError,
+    CorruptFileError,
+    MachineError,
+    ModelNotFoundError,
+    NetworkError,
+    TrtserveError,
+    UsageError,
+)
 from trtserve.pipeline import travel
 from trtserve.pipeline.travel import pull, push
 from trtserve.repository.assembling import plan_repository
 from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import RepositorySpec
-from trtserve.store import Store
+from trtserve.store import Store, remote
 from trtserve.store.remote import Blob, Layout, open_file_system, parse_target
 
 
@@ -307,3 +320,132 @@ def test_the_commands_say_what_they_moved(
 def test_other_schemes_are_refused_before_anything_is_opened(place: str) -> None:
     with pytest.raises(UsageError, match="is not a place for models"):
         open_file_system(place)
+
+
+@contextmanager
+def _raw_registry(answer: Callable[[str], Iterator[bytes]]) -> Iterator[tuple[str, list[str]]]:
+    """A registry that sends the bytes of `answer` to a path; yields its target and the requests that it got."""
+    asked: list[str] = []
+
+    class Handler(StreamRequestHandler):
+        def handle(self) -> None:
+            head = "".join(iter(lambda: self.rfile.readline().decode("latin-1"), "\r\n"))
+            asked.append(head)
+            with suppress(OSError):
+                for piece in answer(head.split()[1]):
+                    self.wfile.write(piece)
+
+    with ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"oci://127.0.0.1:{server.server_address[1]}/x", asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def _refused(realm: str) -> bytes:
+    return f'HTTP/1.0 401 No\r\nWWW-Authenticate: Bearer realm="{realm}"\r\n\r\n'.encode()
+
+
+@pytest.mark.parametrize("realm", ["file://localhost{}#", "file:{}#", "ftp://localhost{}#"])
+def test_a_registry_reads_no_files_of_this_machine(realm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_LONGEST_WAIT", 0)
+    (tmp_path / "mine.json").write_text('{"token": "secret-of-mine"}')
+    lie = _refused(realm.format(tmp_path / "mine.json"))
+    with (
+        _raw_registry(lambda _: iter([lie])) as (target, asked),
+        pytest.raises(NetworkError, match="unknown url type"),
+    ):
+        pull(target, store=Store(tmp_path / "store"))
+    assert asked
+    assert "secret-of-mine" not in "".join(asked)
+
+
+ENDLESS = {
+    "headers": (b"HTTP/1.1 200 OK\r\nA: ", b"x"),
+    "body": (b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n", b"x"),
+    "interim answers": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_an_answer_of_a_registry_that_never_ends_is_left(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_LONGEST_WAIT", 0)
+    monkeypatch.setattr(remote, "_LONGEST_ANSWER", 0.2)
+    over = threading.Event()
+
+    def answer(_: str) -> Iterator[bytes]:
+        yield ENDLESS[what][0]
+        while not over.wait(0.01):
+            yield ENDLESS[what][1]
+
+    with _raw_registry(answer) as (target, _):
+        with pytest.raises(NetworkError, match="no whole answer within"):
+            pull(target, store=Store(tmp_path / "store"))
+        over.set()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"hello\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 1000 + b"\r\n",
+        b"HTTP/1.1 200 OK\r\nA: " + b"b" * 100_000 + b"\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\n{}",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n{}",
+        b"HTTP/1.1 302 Found\r\nLocation: file:///etc/passwd\r\n\r\n",
+        _refused(""),
+        _refused("http://127.0.0.1:1/a b"),
+        _refused("http://[bad/"),
+    ],
+)
+def test_an_answer_that_no_registry_gives_is_an_error(
+    answer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_LONGEST_WAIT", 0)
+    with _raw_registry(lambda _: iter([answer])) as (target, _), pytest.raises(TrtserveError, match="oci://127"):
+        pull(target, store=Store(tmp_path / "store"))
+
+
+@pytest.mark.parametrize("token", ["a\r\nX-Evil: 1", "\u20ac"])
+def test_a_token_becomes_one_header_or_none(token: str, tmp_path: Path) -> None:
+    places: list[str] = []
+
+    def answer(path: str) -> Iterator[bytes]:
+        whole = b"HTTP/1.0 200 OK\r\n\r\n" + json.dumps({"token": token}).encode()
+        yield whole if path.startswith("/token") else _refused(f"http://{places[0]}/token")
+
+    with _raw_registry(answer) as (target, asked):
+        places.append(target.split("/")[2])
+        with pytest.raises(AccessDeniedError, match="a token that no header can carry"):
+            pull(target, store=Store(tmp_path / "store"))
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("name", ["index.json", "the largest blob"])
+def test_a_pipe_or_a_link_in_a_place_is_not_opened(
+    name: str, built: tuple[Engine, ModelRepository], tmp_path: Path
+) -> None:
+    shelf = tmp_path / "shelf"
+    push(str(built[1].path), str(shelf))
+    blobs = (path for path in (shelf / "blobs").rglob("*") if path.is_file())
+    file = shelf / name if name == "index.json" else max(blobs, key=lambda path: path.stat().st_size)
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        file.unlink()
+        make(file)
+        with pytest.raises(CorruptFileError, match="is a link, a pipe or a device, not a file"):
+            pull(str(shelf), any_machine=True, store=Store(tmp_path / "other"))
+
+
+def test_a_folder_by_url_leads_nowhere_else(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "mine")
+    for make in (os.mkfifo, lambda path: path.symlink_to("/etc/passwd")):
+        make(source / "vocab.json")
+        with pytest.raises(ArtifactError, match="is a link, a pipe or a device"):
+            remote.resolve(f"file://{source}")
+        (source / "vocab.json").unlink()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import http.client
 import math
 import threading
 import time
-import urllib.error
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,8 +16,9 @@ from pathlib import Path
 
 from trtserve.bench.records import Real, Whole
 from trtserve.client.metrics import KV_BLOCKS, REQUESTS, TOKENS, core_metrics, model_metrics, parse
+from trtserve.files import LARGEST_TEXT
 from trtserve.host.gpus import gpu_load_reader
-from trtserve.host.ports import direct_opener
+from trtserve.host.ports import web_opener
 
 _COUNTERS = ("sent", "ended", "failed")
 _PER_DECADE = 20  # buckets of the histogram are 12 % wide
@@ -282,9 +283,9 @@ class LoadSampler:
         if self._metrics is None:
             return None
         try:
-            with direct_opener().open(self._metrics, timeout=_TIMEOUT) as page:
-                samples = parse(page.read().decode("utf-8", "replace"), _READ)
-        except (OSError, urllib.error.URLError):
+            with web_opener(direct=True).open(self._metrics, timeout=_TIMEOUT) as page:
+                samples = parse(page.read(LARGEST_TEXT).decode("utf-8", "replace"), _READ)
+        except (OSError, http.client.HTTPException):
             return None
         counters = {
             each.model: {name: each.values[name] for name in (*_DURATIONS, *_COUNTS) if name in each.values}

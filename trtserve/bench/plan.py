@@ -5,6 +5,7 @@ Measured are a model of a Triton server, a server with OpenAI's API, or an engin
 
 from __future__ import annotations
 
+import http.client
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -28,8 +29,8 @@ from trtserve.client.tensors import CORE_MODEL, ModelDescription
 from trtserve.client.tokenizer import TokenizerFiles, find_tokenizer, server_adds_special_tokens
 from trtserve.client.transport import SyncClient
 from trtserve.errors import RequestError, ServerUnreachableError, UsageError
-from trtserve.files import parse_json
-from trtserve.host.ports import direct_opener
+from trtserve.files import LARGEST_TEXT, parse_json
+from trtserve.host.ports import web_opener
 from trtserve.specs import BenchSpec
 
 
@@ -137,8 +138,8 @@ def _first_model(url: str, endpoint: Endpoint) -> str:
     headers, timeout = openai_headers(endpoint), endpoint.connect_timeout
     try:
         request = urllib.request.Request(f"{url}/models", headers=headers)
-        with direct_opener().open(request, timeout=timeout) as page:
-            names = [entry["id"] for entry in parse_json(page.read())["data"]]
+        with web_opener(direct=True).open(request, timeout=timeout) as page:
+            names = [str(entry["id"]) for entry in parse_json(page.read(LARGEST_TEXT))["data"]]
     except urllib.error.HTTPError as error:
         raise RequestError(
             f"{url}/models answers with status {error.code}.",
@@ -147,11 +148,11 @@ def _first_model(url: str, endpoint: Endpoint) -> str:
     except OSError as error:
         reason = getattr(error, "reason", None) or error
         raise ServerUnreachableError(f"No server with OpenAI's API answers at {url}: {reason}.") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, http.client.HTTPException):
         raise RequestError(f"{url}/models does not list models.", hint="Name the model: --model.") from None
     if len(names) != 1:
         raise UsageError(f"Choose the model with --model; {url} has {', '.join(names) or 'none'}.")
-    return str(names[0])
+    return names[0]
 
 
 def _engine(spec: BenchSpec, endpoint: Endpoint, name: str) -> Measured:

@@ -6,18 +6,23 @@ import errno
 import os
 import re
 import socket
-from collections.abc import Collection
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
+from contextvars import copy_context
 from itertools import islice
 from pathlib import Path
 from random import SystemRandom
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from trtserve.errors import MachineError, PortInUseError, UsageError
 from trtserve.process import ProcessId, describe, listeners
 
 if TYPE_CHECKING:
     import urllib.request
+
+T = TypeVar("T")
 
 _KERNEL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # Above the ports of well-known services and of this product's servers (8000 and up).
@@ -166,8 +171,46 @@ def proxied(host: str) -> str:
     return "" if proxy_bypass(host) else variables[0]
 
 
-def direct_opener() -> urllib.request.OpenerDirector:
-    """Return what opens URLs without a proxy, as the clients of requests do over HTTP."""
-    from urllib.request import ProxyHandler, build_opener
+def web_opener(*, direct: bool = False) -> urllib.request.OpenerDirector:
+    """Return what opens URLs of http and https only, and follows redirects to them; `direct` without a proxy.
 
-    return build_opener(ProxyHandler({}))
+    That of `urlopen` also reads files of this machine: a server that names the next URL could ask for them.
+    """
+    from urllib import request
+
+    opener = request.OpenerDirector()
+    for handler in (
+        request.ProxyHandler({} if direct else None),
+        request.UnknownHandler(),
+        request.HTTPHandler(),
+        request.HTTPSHandler(),
+        request.HTTPDefaultErrorHandler(),
+        request.HTTPRedirectHandler(),
+        request.HTTPErrorProcessor(),
+    ):
+        opener.add_handler(handler)
+    return opener
+
+
+def within(seconds: float | None, call: Callable[[], T]) -> T:
+    """Return what `call` returns. Raises TimeoutError when it takes longer; None: it may take any time.
+
+    A socket's own time limit begins again with every byte. A call that is late goes on in its thread, which does not
+    keep the program from ending.
+    """
+    if seconds is None:
+        return call()
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+            done.set_exception(error)
+
+    context = copy_context()
+    threading.Thread(target=context.run, args=(run,), daemon=True).start()
+    wait([done], seconds)
+    if not done.done():
+        raise TimeoutError(f"no whole answer within {seconds:g} s")
+    return done.result()

@@ -23,6 +23,7 @@ from urllib.parse import urlencode, urljoin, urlsplit
 
 from trtserve.errors import (
     AccessDeniedError,
+    ArtifactError,
     CorruptFileError,
     MissingDependencyError,
     ModelNotFoundError,
@@ -32,7 +33,7 @@ from trtserve.errors import (
 )
 from trtserve.files import parse_json, read_json_object
 from trtserve.host.machine import install_command
-from trtserve.host.ports import is_here
+from trtserve.host.ports import is_here, web_opener, within
 from trtserve.store.hub import RemoteFile, Revision
 
 if TYPE_CHECKING:
@@ -53,7 +54,9 @@ _SCHEMES = ("s3", "s3a", "gs", "gcs", "file")
 _PLACES = "Give oci://…, s3://…, gs://… or a folder."
 _BLOCK, _LARGEST = 1 << 20, 1 << 60
 _LONGEST_WAIT = 2.0  # seconds before the last attempt
-_SECONDS = 60.0
+_SECONDS = 60.0  # without a byte
+_LONGEST_ANSWER = 60.0  # seconds, without the files
+_LONGEST_READ = 300.0  # seconds for a block of a file
 
 
 @dataclass(frozen=True)
@@ -188,9 +191,9 @@ class Layout:
         self._write(self._file(blob), content())
 
     def receive(self, blob: Blob) -> Iterator[bytes]:
-        with reaching(self.text), self.file_system.open(self._file(blob), "rb") as handle:
+        with reaching(self.text), self._opened(self._file(blob)) as handle:
             left = blob.size
-            while left and (block := handle.read(min(_BLOCK, left))):
+            while left and (block := _read(handle, min(_BLOCK, left))):
                 left -= len(block)
                 yield block
 
@@ -211,6 +214,12 @@ class Layout:
                 for block in content:
                     handle.write(block)
 
+    def _opened(self, path: str) -> Any:
+        """Open a file. In a stranger's folder a pipe would never end, and a link could lead anywhere."""
+        if self.file_system.info(path)["type"] != "file":
+            raise CorruptFileError(f"{path} is a link, a pipe or a device, not a file.", hint="Push it again.")
+        return self.file_system.open(path, "rb")
+
     def _file(self, blob: Blob) -> str:
         return f"{self.path}/blobs/{blob.digest.replace(':', '/')}"
 
@@ -218,8 +227,8 @@ class Layout:
         """Return the manifests that the index lists."""
         with reaching(self.text):
             try:
-                with self.file_system.open(f"{self.path}/index.json", "rb") as handle:
-                    found = _object(handle.read(LARGEST_MANIFEST), self.text).get("manifests", [])
+                with self._opened(f"{self.path}/index.json") as handle:
+                    found = _object(_read(handle, LARGEST_MANIFEST), self.text).get("manifests", [])
             except FileNotFoundError:
                 return []
         if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
@@ -228,6 +237,11 @@ class Layout:
 
     def _tags(self) -> str:
         return ", ".join(str(_tag(entry))[:200] for entry in self._entries()[:20])
+
+
+def _read(handle: Any, size: int) -> bytes:
+    """Read at most `size` bytes. The clients of object stores would wait for as long as single bytes come."""
+    return within(_LONGEST_READ, lambda: bytes(handle.read(size)))
 
 
 def _tag(entry: dict[str, Any]) -> object:
@@ -254,11 +268,12 @@ class Registry:
 
     def manifest(self, reference: str) -> bytes:
         """Return the manifest with this tag or digest."""
-        return self._again(lambda: self._manifest(reference))
 
-    def _manifest(self, reference: str) -> bytes:
-        with self._call("GET", f"manifests/{reference}", headers={"Accept": MANIFEST_TYPE}) as answer:
-            return bytes(answer.read(LARGEST_MANIFEST))
+        def read() -> bytes:
+            with self._call("GET", f"manifests/{reference}", headers={"Accept": MANIFEST_TYPE}) as answer:
+                return bytes(answer.read(LARGEST_MANIFEST))
+
+        return self._again(read)
 
     def has(self, blob: Blob) -> bool:
         try:
@@ -269,7 +284,7 @@ class Registry:
 
     def send(self, blob: Blob, content: Callable[[], Iterator[bytes]]) -> None:
         """Upload a blob in one piece."""
-        self._again(lambda: self._send(blob, content))
+        self._again(lambda: self._send(blob, content), bounded=False)
 
     def _send(self, blob: Blob, content: Callable[[], Iterator[bytes]]) -> None:
         with self._call("POST", "blobs/uploads/", headers={"Content-Length": "0"}) as answer:
@@ -289,18 +304,16 @@ class Registry:
         headers = {"Content-Type": MANIFEST_TYPE, "Content-Length": str(len(manifest))}
         self._again(lambda: self._call("PUT", f"manifests/{reference}", headers=headers, data=manifest).close())
 
-    def _again(self, call: Callable[[], T]) -> T:
-        """Run `call` again after a broken connection or a failure of the registry."""
+    def _again(self, call: Callable[[], T], *, bounded: bool = True) -> T:
+        """Run `call` again after a broken connection or a failure of the registry. Uploads may take any time."""
         wait = 0.5
         while True:
             try:
-                return call()
-            except (OSError, NetworkError) as error:
+                with reaching(self.text):
+                    return within(_LONGEST_ANSWER if bounded else None, call)
+            except NetworkError:
                 if wait > _LONGEST_WAIT:
-                    reason = error if isinstance(error, NetworkError) else None
-                    raise reason or NetworkError(
-                        f"{self.text} cannot be reached: {error}.", hint="Try again."
-                    ) from error
+                    raise
             time.sleep(wait)
             wait *= 2
 
@@ -310,9 +323,10 @@ class Registry:
         base = f"{self._scheme}://{self.host}/v2/{self.name}/"
         try:
             return self._open(method, urljoin(base, path), headers, data)
-        except urllib.error.HTTPError as refused:
-            status, challenge = refused.code, refused.headers.get("WWW-Authenticate", "")
-            said = refused.read(500).decode(errors="replace").strip()
+        except urllib.error.HTTPError as error:
+            with error as refused:
+                status, challenge = refused.code, refused.headers.get("WWW-Authenticate", "")
+                said = refused.read(500).decode(errors="replace").strip()
         if status == HTTPStatus.UNAUTHORIZED and login and not isinstance(data, Iterator):
             self._authorization = self._authorized(challenge)
             return self._call(method, path, headers=headers, data=data, login=False)
@@ -327,13 +341,10 @@ class Registry:
     def _open(self, method: str, url: str, headers: dict[str, str] | None, data: Any) -> Any:
         request = urllib.request.Request(url, data=data, headers=headers or {}, method=method)
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https"):
-            raise NetworkError(f"{self.text} led to {url[:200]}.", hint="It is not a registry.")
         # Not sent on to the storage that a registry redirects to.
         if self._authorization and (parts.scheme, parts.netloc) == (self._scheme, self.host):
             request.add_unredirected_header("Authorization", self._authorization)
-        proxies = urllib.request.ProxyHandler({}) if is_here(parts.hostname or "") else urllib.request.ProxyHandler()
-        return urllib.request.build_opener(proxies).open(request, timeout=_SECONDS)
+        return web_opener(direct=is_here(parts.hostname or "")).open(request, timeout=_SECONDS)
 
     def _authorized(self, challenge: str) -> str:
         """Return the Authorization that answers a challenge, with the login that docker keeps for the host."""
@@ -350,11 +361,15 @@ class Registry:
         if login:
             request.add_unredirected_header("Authorization", f"Basic {login}")
         try:
-            with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
+            with web_opener().open(request, timeout=_SECONDS) as answer:
                 content = _object(answer.read(LARGEST_MANIFEST), realm)
         except urllib.error.HTTPError as refused:
+            refused.close()
             raise AccessDeniedError(f"{realm} refuses the login: {refused}", hint=f"docker login {self.host}") from None
-        return f"Bearer {content.get('token') or content.get('access_token')}"
+        token = str(content.get("token") or content.get("access_token"))
+        if not (token.isascii() and token.isprintable()):
+            raise AccessDeniedError(f"{realm} answered with a token that no header can carry.", hint="Check it.")
+        return f"Bearer {token}"
 
 
 def _docker_login(host: str) -> str:
@@ -397,17 +412,19 @@ def resolve(url: str) -> Revision:
     """
     file_system, path = open_file_system(url)
     with reaching(url):
-        found = file_system.find(path, maxdepth=2, detail=True, refresh=True)
+        found = within(_LONGEST_ANSWER, lambda: file_system.find(path, maxdepth=2, detail=True, refresh=True))
     if not found or len(found) > _MOST_FILES:
         raise ModelNotFoundError(
             f"{url} has {'no files' if not found else f'{len(found)} files'}.",
             hint="Name the folder that holds the model's config.json.",
         )
-    files = [
-        RemoteFile(name=str(name).removeprefix(f"{path}/"), size=int(info["size"]), digest=f"etag:{_identity(info)}")
-        for name, info in sorted(found.items())
-        if not str(name).endswith("/")
-    ]
+    files = []
+    for name, info in sorted(found.items()):
+        if info["type"] != "file":  # of a file:// URL
+            raise ArtifactError(f"{name} is a link, a pipe or a device, not a file.", hint="Give the folder's path.")
+        if not str(name).endswith("/"):
+            size, digest = int(info["size"]), f"etag:{_identity(info)}"
+            files.append(RemoteFile(name=str(name).removeprefix(f"{path}/"), size=size, digest=digest))
     listing = "\n".join(f"{file.name} {file.size} {file.digest}" for file in files)
     return Revision(repository=url, commit=hashlib.sha1(listing.encode()).hexdigest(), files=tuple(files))
 
@@ -425,7 +442,7 @@ def pull(revision: Revision, file: RemoteFile, folder: Path, task: Task | None =
             handle.truncate(0)
         with file_system.open(path, "rb", block_size=_BLOCK) as source:
             source.seek(handle.tell())
-            while (left := file.size - handle.tell()) > 0 and (block := source.read(min(_BLOCK, left))):
+            while (left := file.size - handle.tell()) > 0 and (block := _read(source, min(_BLOCK, left))):
                 handle.write(block)
                 if task is not None:
                     task.advance(len(block))
