@@ -54,6 +54,10 @@ class ScriptedTriton(Backend):
                 context_logits=context_logits,
             ),
         )
+        self.reset()
+
+    def reset(self) -> None:
+        """Set the usual script, and forget all requests."""
         self.script: Sequence[str | Exception] = ("Hello",)
         self.pause = 0.0
         """Seconds between two tokens."""

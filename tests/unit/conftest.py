@@ -64,18 +64,25 @@ def start() -> Iterator[Start]:
         yield make
 
 
-@pytest.fixture
-def triton(folder: Path) -> ScriptedTriton:
-    """A Triton with the answers of a script, for the model in the test's `folder`."""
-    from tests.support.scripted_triton import ScriptedTriton  # machines with GPUs lack what a gateway needs
+@pytest.fixture(scope="module")
+def scripted_endpoint(folder: Path) -> Iterator[tuple[ScriptedTriton, TestClient]]:
+    """A Triton with the answers of a script, for the model in the file's `folder`, and OpenAI's API in front of it."""
+    from tests.support.scripted_endpoint import endpoint_of  # machines with GPUs lack what a gateway needs
+    from tests.support.scripted_triton import ScriptedTriton
 
-    return ScriptedTriton(folder)
-
-
-@pytest.fixture
-def client(triton: ScriptedTriton) -> Iterator[TestClient]:
-    """OpenAI's API in front of it."""
-    from tests.support.scripted_endpoint import endpoint_of
-
+    triton = ScriptedTriton(folder)
     with endpoint_of(triton) as client:
-        yield client
+        yield triton, client
+
+
+@pytest.fixture
+def triton(scripted_endpoint: tuple[ScriptedTriton, TestClient]) -> ScriptedTriton:
+    """Its Triton, with the usual script and no requests yet."""
+    scripted_endpoint[0].reset()
+    return scripted_endpoint[0]
+
+
+@pytest.fixture
+def client(scripted_endpoint: tuple[ScriptedTriton, TestClient], triton: ScriptedTriton) -> TestClient:
+    """Its client; a test that changes `triton` changes the answers."""
+    return scripted_endpoint[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import gc
 import json
 import re
@@ -20,6 +21,7 @@ from trtserve.cli.output import print_json
 from trtserve.errors import CheckError, MemoryLimitError, ServerNotFoundError, UsageError, exit_codes
 
 
+@functools.cache
 def _commands() -> dict[str, Any]:
     tree: Any = command_tree()
     found = {name: child for name, child in tree.commands.items() if not hasattr(child, "commands")}

@@ -38,21 +38,22 @@ def read_model(folder: Path) -> tuple[Tensors, dict[str, Any]]:
     return source, json.loads((folder / "config.json").read_text())
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize(("family", "overrides"), cases("shards"))
-def test_each_rank_holds_its_shard(tmp_path: Path, family: str, overrides: dict[str, Any], tp: int) -> None:
+def test_each_rank_holds_its_shard(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
     folder = write_tiny_model(tmp_path / "hf", family, shards=2, **overrides)
     source, hf = read_model(folder)
-    made = convert(folder, tmp_path / "out", tp_size=tp, dtype="float32").path
-    for actual, wanted in zip(read_ranks(made, tp), FAMILIES[family].ranks(source, hf, tp), strict=True):
-        assert actual.keys() == wanted.keys()
-        for name, values in wanted.items():
-            np.testing.assert_array_equal(actual[name], values, err_msg=name)
-    reader = CheckpointReader(made)
-    (merged,) = FAMILIES[family].ranks(source, hf, 1)
-    assert set(reader.names()) == merged.keys()
-    for name, values in merged.items():
-        np.testing.assert_array_equal(reader.merged(name), values, err_msg=name)
+    shards = {tp: FAMILIES[family].ranks(source, hf, tp) for tp in (1, 2, 4)}
+    (whole,) = shards[1]
+    for tp, ranks in shards.items():
+        made = convert(folder, tmp_path / f"{tp}", tp_size=tp, dtype="float32").path
+        for actual, wanted in zip(read_ranks(made, tp), ranks, strict=True):
+            assert actual.keys() == wanted.keys(), tp
+            for name, values in wanted.items():
+                np.testing.assert_array_equal(actual[name], values, err_msg=f"{name}, {tp} ranks")
+        reader = CheckpointReader(made)
+        assert set(reader.names()) == whole.keys(), tp
+        for name, values in whole.items():
+            np.testing.assert_array_equal(reader.merged(name), values, err_msg=f"{name}, {tp} ranks")
 
 
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.stages])

@@ -99,34 +99,39 @@ MODELS: list[tuple[str, str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "architecture", "kind", "sizes"), MODELS, ids=str)
-@pytest.mark.parametrize("tp_size", [1, 2])
 def test_checkpoints_are_those_of_the_same_floats(
-    family: str, architecture: str, kind: str, sizes: dict[str, Any], tp_size: int, tmp_path: Path
+    family: str, architecture: str, kind: str, sizes: dict[str, Any], tmp_path: Path
 ) -> None:
     """Made of the file, and of a Hugging Face folder with the weights that its blocks stand for."""
     file, plain = write_gguf_model(tmp_path, family, architecture, kind, **SIZES | sizes)
     folder = unfolded(file, Store(tmp_path / "store"), tokenizer=True)
-    spec = ConvertSpec(dtype="float32", tp_size=tp_size)
-    made, expected = (
-        convert_model(Model(path=each), spec, out=tmp_path / name).path for each, name in ((folder, "a"), (plain, "b"))
-    )
+    for tp_size in (1, 2):
+        spec = ConvertSpec(dtype="float32", tp_size=tp_size)
+        made, expected = (
+            convert_model(Model(path=each), spec, out=tmp_path / f"{tp_size}" / each.name).path
+            for each in (folder, plain)
+        )
+        _require_same_config(made, expected)
+        for rank in range(tp_size):
+            found, right = (read_safetensors(each / f"rank{rank}.safetensors") for each in (made, expected))
+            if architecture == "gpt-oss":  # its rows are gates and factors in turn; in the file they are apart
+                right = {
+                    name: np.concatenate([values[:, 1::2], values[:, 0::2]], 1) if ".mlp.fc." in name else values
+                    for name, values in right.items()
+                }
+            assert found.keys() == right.keys()
+            for name, values in right.items():
+                # Norms of Gemma were stored plus one: a rounding of the last bit.
+                np.testing.assert_allclose(found[name], values, rtol=0, atol=2e-7, err_msg=name)
+
+
+def _require_same_config(made: Path, expected: Path) -> None:
     config, wanted = (json.loads((each / "config.json").read_text()) for each in (made, expected))
     for key, content in wanted.items():
         if isinstance(content, float):
             assert config[key] == pytest.approx(content, rel=1e-6), key
         elif key not in ("architecture", "max_attention_window", "hidden_act"):
             assert config.get(key) == content, key
-    for rank in range(tp_size):
-        found, right = (read_safetensors(each / f"rank{rank}.safetensors") for each in (made, expected))
-        if architecture == "gpt-oss":  # its rows are gates and factors in turn; in the file they are apart
-            right = {
-                name: np.concatenate([values[:, 1::2], values[:, 0::2]], 1) if ".mlp.fc." in name else values
-                for name, values in right.items()
-            }
-        assert found.keys() == right.keys()
-        for name, values in right.items():
-            # Norms of Gemma were stored plus one: a rounding of the last bit.
-            np.testing.assert_allclose(found[name], values, rtol=0, atol=2e-7, err_msg=name)
 
 
 def test_import_of_a_file_and_of_its_folder(tmp_path: Path) -> None:

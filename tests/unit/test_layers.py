@@ -1,4 +1,4 @@
-"""Imports point down only; Typer and Rich stay in the command line; subprocess stays in `process`."""
+"""Imports point down only, libraries stay in their rooms, and only runtimes compare the names of runtimes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import graphlib
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from trtserve.checkpoint.architectures import FAMILIES, LINEAGE
+from trtserve.executor.runtimes import RUNTIMES
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trtserve"
@@ -66,6 +68,31 @@ CONFINED = {
     "pynvml": ("host/gpus.py",),
 }
 
+# Where a runtime's name may be compared; elsewhere the runtime answers what differs.
+NAMING = (
+    "executor/runtimes.py",
+    "executor/openvino/",
+    "executor/torch/",
+    "executor/vllm/",
+    "nvidia/",
+    "specs/",
+    "executor/loaders.py",
+)
+
+# Comparisons with a word that is also a runtime's name, and the reason.
+COMPARED = {
+    ("repository/served.py", "llmapi"): "a Triton backend, which a Python model.yaml implies",
+    ("server/engine_fit.py", "vllm"): "NVIDIA's Triton backend",
+    ("server/launch/modes.py", "vllm"): "NVIDIA's Triton backend",
+    ("pipeline/parity/__init__.py", "tensorrt_llm"): "the tool that a manifest records",
+    ("store/sources.py", "tensorrt_llm"): "a model of NVIDIA's repositories",
+    ("pipeline/parity/converted.py", "openvino"): "the library",
+    ("pipeline/convert_own.py", "torch"): "the library",
+    ("checkpoint/tensor_files.py", "torch"): "the library",
+    ("pipeline/parity/original.py", "torch"): "the library",
+    ("server/doctor/nvidia.py", "torch"): "the library",
+}
+
 MODULES = sorted(PACKAGE.rglob("*.py"))
 # The only modules that a Triton container without trtserve is sure to have.
 IN_EVERY_CONTAINER = {
@@ -78,13 +105,31 @@ IN_EVERY_CONTAINER = {
 }
 
 
+class _Source(NamedTuple):
+    imports: list[str]
+    runtime_imports: list[str]
+    classes: list[str]
+    compared: list[tuple[int, str]]
+
+
 @functools.cache
+def _source(path: Path) -> _Source:
+    """What the tests ask of a module, which is parsed once."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return _Source(
+        list(_imported_names(tree)),
+        list(_runtime_imports(tree, _module_name(path), path.name)),
+        [node.name for node in tree.body if isinstance(node, ast.ClassDef)],
+        list(_compared(tree)),
+    )
+
+
 def _imports(path: Path) -> list[str]:
-    return list(_imported_names(path))
+    return _source(path).imports
 
 
-def _imported_names(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def _imported_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -151,11 +196,7 @@ def _import_graph() -> dict[str, set[str]]:
     names = {_module_name(path): path for path in MODULES}
     graph = {}
     for module, path in names.items():
-        graph[module] = {
-            found
-            for name in _runtime_imports(ast.parse(path.read_text(encoding="utf-8")), module, path.name)
-            for found in _runs(name, module, names)
-        }
+        graph[module] = {found for name in _source(path).runtime_imports for found in _runs(name, module, names)}
     return graph
 
 
@@ -198,9 +239,9 @@ def test_no_public_class_name_twice() -> None:
     found: dict[str, list[str]] = {}
     for path in MODULES:
         if _part(path) != "programs":
-            for node in ast.parse(path.read_text(encoding="utf-8")).body:
-                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+            for name in _source(path).classes:
+                if not name.startswith("_"):
+                    found.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
     twice = {name: paths for name, paths in found.items() if len(paths) > 1}
     assert not twice
 
@@ -221,3 +262,28 @@ def test_models_run_without_trtserve() -> None:
     for path in (PACKAGE / "programs").rglob("*.py"):
         for name in _imports(path):
             assert name.split(".")[0] in IN_EVERY_CONTAINER, f"{path.relative_to(PACKAGE)} imports {name}"
+
+
+def _compared(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and word of each comparison with a string, and of each constant that is a collection of strings."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            parts = [each for side in (node.left, *node.comparators) for each in ast.walk(side)]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "frozenset":
+            parts = list(ast.walk(node))
+        else:
+            continue
+        for part in parts:
+            if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                yield node.lineno, part.value
+
+
+def test_no_code_compares_with_the_name_of_a_runtime() -> None:
+    found = [
+        f"{relative}:{line} compares with {word!r}"
+        for path in MODULES
+        if not (relative := str(path.relative_to(PACKAGE))).startswith(NAMING)
+        for line, word in _source(path).compared
+        if word in RUNTIMES and (relative, word) not in COMPARED
+    ]
+    assert not found, "ask the runtime (specs/runtime.py)"
