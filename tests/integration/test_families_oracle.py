@@ -26,7 +26,6 @@ from tests.support.tiny_models import write_tiny_model
 from tests.support.transformers_oracle import ENGINES, Oracle, engine_of, greedy_tokens
 from trtserve.artifacts import Engine
 from trtserve.checkpoint.architectures import tied
-from trtserve.errors import UnsupportedModelError
 from trtserve.specs import BuildSpec, ConvertSpec
 
 pytestmark = pytest.mark.needs("torch")
@@ -141,13 +140,7 @@ def split(original: Original) -> ConvertSpec:
 
 
 def engine_on_torch(original: Original, out: Path, spec: ConvertSpec) -> Engine:
-    """Build an engine of the torch runtime; GPUs lack kernels for some parts."""
-    try:
-        return engine_of(original.folder, out, spec, ON_TORCH)
-    except UnsupportedModelError as error:
-        if ON_TORCH.device != "cpu" and "kernels for GPUs" in error.message:
-            pytest.skip("for CPUs only")
-        raise
+    return engine_of(original.folder, out, spec, ON_TORCH)
 
 
 # Gemma 2 as it is published, too: OpenVINO does not run it.

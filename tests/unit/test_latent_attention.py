@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,8 +52,10 @@ def test_adapters_are_refused() -> None:
 
 
 @pytest.mark.needs("torch")
-def test_gpus_are_refused() -> None:
+def test_torch_holds_the_vector_once() -> None:
     from trtserve.executor.torch.runtime import TorchRuntime
 
-    with pytest.raises(UnsupportedModelError, match="kernels for GPUs hold 256"):
-        TorchRuntime().plan(checkpoint_config("deepseek_v3"), BuildSpec(runtime="torch"))
+    changes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 4}
+    config = replace(checkpoint_config("deepseek_v3", **changes), dtype="bfloat16")
+    plan = TorchRuntime().plan(config, BuildSpec(runtime="torch", device="cpu"))
+    assert plan.kv_bytes_per_token == kv_bytes_per_token(config, plan.kv_precision) / 2

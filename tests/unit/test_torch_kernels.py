@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -24,7 +25,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:(overflow encountered|All-NaN slice encountered):RuntimeWarning"),
 ]
 PAGE = 16
-SHAPES = [(8, 2, 32), (6, 6, 48)]
+USUAL, OTHER = (8, 2, 32, 0), (6, 6, 48, 0)
+"""Heads, key/value heads, numbers of a key, and how many of them a value lacks."""
+LATENT, WIDE, WIDE_LATENT = (20, 1, 48, 16), (3, 1, 272, 0), (20, 1, 270, 6)
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +43,8 @@ def _scores(kind: str, heads: int) -> Any:
     from trtserve.executor.torch.operations import Scores
 
     scores = Scores(scale=0.2)
-    if kind in ("window", "all"):
-        scores = replace(scores, window=21)
+    if kind in ("window", "chunks", "all"):
+        scores = replace(scores, window=21, chunked=kind == "chunks")
     if kind in ("alibi", "all"):
         scores = replace(scores, slopes=torch.rand(heads) * 0.1)
     if kind in ("sinks", "all"):
@@ -49,7 +52,7 @@ def _scores(kind: str, heads: int) -> Any:
     return replace(scores, soft_cap=5.0) if kind in ("cap", "all") else scores
 
 
-def _cache(lengths: list[int], kv_heads: int, size: int) -> tuple[Any, Any]:
+def _cache(lengths: list[int], kv_heads: int, size: int, parts: int = 2) -> tuple[Any, Any]:
     """Return a cache and the block tables of sequences of these lengths; the blocks are in no order."""
     import torch
 
@@ -58,23 +61,29 @@ def _cache(lengths: list[int], kv_heads: int, size: int) -> tuple[Any, Any]:
     blocks = torch.randperm(sum(counts), dtype=torch.int32).split(counts)
     for row, mine in enumerate(blocks):
         tables[row, : len(mine)] = mine
-    cache = torch.randn(sum(counts) + 1, 2, PAGE, kv_heads, size)
+    cache = torch.randn(sum(counts) + 1, parts, PAGE, kv_heads, size)
     cache[-1] = torch.nan  # nobody's block
     return cache, tables
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", ["plain", "window", "alibi", "cap", "sinks", "all"])
-def test_attention(kind: str, shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        *itertools.product(["plain", "window", "chunks", "alibi", "cap", "sinks", "all"], [USUAL, OTHER]),
+        *itertools.product(["plain", "all"], [LATENT, WIDE]),
+        ("plain", WIDE_LATENT),
+    ],
+)
+def test_attention(kind: str, shape: tuple[int, int, int, int]) -> None:
     import torch
 
     from trtserve.executor.torch import kernels, plain_operations
 
-    heads, kv_heads, size = shape
+    heads, kv_heads, size, turned = shape
     past, new = [0, 33, 60], [70, 1, 20]
     lengths = [before + more for before, more in zip(past, new, strict=True)]
-    cache, tables = _cache(lengths, kv_heads, size)
-    scores, counts = _scores(kind, heads), torch.tensor(lengths, dtype=torch.int32)
+    cache, tables = _cache(lengths, kv_heads, size, 1 if turned else 2)
+    scores, counts = replace(_scores(kind, heads), turned=turned), torch.tensor(lengths, dtype=torch.int32)
     begins = torch.tensor([0, 70, 71, 91], dtype=torch.int32)
     known = torch.tensor(past, dtype=torch.int32)
     query = torch.randn(91, heads, size)
@@ -181,9 +190,14 @@ def test_experts(tokens: int) -> None:
     biased = replace(plain, outer_bias=torch.randn(4, 2 * 24), inner_bias=torch.randn(4, 40))
     clamped = replace(biased, clamp=ClampedGate(alpha=1.702, limit=1.5))
     shares, chosen = torch.rand(tokens, 6).topk(2)  # experts 4 and 5 are another rank's
-    for experts in (plain, biased, clamped):
-        results = [each.expert_mlp(x, experts, chosen, shares, "silu") for each in (kernels, plain_operations)]
-        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    ungated = ExpertWeights(outer=plain.outer[:, :24].contiguous(), inner=plain.inner)
+    cases: list[tuple[ExpertWeights, Literal["silu", "relu2"]]] = [
+        *((each, "silu") for each in (plain, biased, clamped)),
+        *((each, "relu2") for each in (ungated, replace(ungated, outer_bias=torch.randn(4, 24)))),
+    ]
+    for experts, activation in cases:
+        results = [each.expert_mlp(x, experts, chosen, shares, activation) for each in (kernels, plain_operations)]
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("count", [5, 8, 40])

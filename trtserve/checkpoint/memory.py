@@ -90,11 +90,15 @@ def _float32_scales(rows: int, columns: int, item: int, config: CheckpointConfig
     return 5 * rows * -(-columns // config.quantization.group_size)
 
 
-def kv_bytes_per_token(config: CheckpointConfig, precision: str, *, tp_size: int = 1, pp_size: int = 1) -> int:
+def kv_bytes_per_token(
+    config: CheckpointConfig, precision: str, *, tp_size: int = 1, pp_size: int = 1, latent_once: bool = False
+) -> int:
     """Return the bytes of a token's keys and values on the largest rank, by default of the whole model.
 
-    `precision` is f32, f16 or bf16, u8 (OpenVINO's), or another one of a byte, such as fp8.
+    `precision` is f32, f16 or bf16, u8 (OpenVINO's), or another one of a byte, such as fp8. `latent_once`: see
+    `Runtime.latent_once`.
     """
+    once = latent_once and family(config.architecture).decoder(config).latent is not None
     layers = [
         config.of_layer(layer)
         for layer in range(config.num_hidden_layers)
@@ -106,7 +110,7 @@ def kv_bytes_per_token(config: CheckpointConfig, precision: str, *, tp_size: int
         keys = values = size * _KV_ITEM_SIZE.get(precision, 1)
         if precision == "u8":
             keys, values = size * (_U8_BLOCK + _U8_EXTRA) // _U8_BLOCK, size + _U8_EXTRA
-        return max(1, config.num_key_value_heads // tp_size) * (keys + values)
+        return max(1, config.num_key_value_heads // tp_size) * (keys if once else keys + values)
 
     return sum(sorted(map(of_layer, layers), reverse=True)[: -(-len(layers) // pp_size)])
 

@@ -74,10 +74,11 @@ def fit_gpu(config: CheckpointConfig, spec: BuildSpec, gpu: Gpu) -> GpuFit:
     """Return what a checkpoint `config`, with its mapping, needs on each of its GPUs."""
     tp_size, pp_size = config.mapping.tp_size, config.mapping.pp_size
     limits, runtime = _limits(config, spec), RUNTIMES.get(spec.runtime)
-    weights = rank_weights(config, float32_scales=runtime is not None and runtime.float32_scales).kept
+    scales, once = (False, False) if runtime is None else (runtime.float32_scales, runtime.latent_once)
+    weights = rank_weights(config, float32_scales=scales).kept
     activations = gpu_step_bytes(config, limits, tp_size)
     precision = "fp8" if config.quantization.kv_cache_quant_algo else PRECISIONS[config.dtype]
-    per_token = kv_bytes_per_token(config, precision, tp_size=tp_size, pp_size=pp_size)
+    per_token = kv_bytes_per_token(config, precision, tp_size=tp_size, pp_size=pp_size, latent_once=once)
     free = gpu.memory - RESERVE - weights - activations
     return GpuFit(
         gpu=gpu,

@@ -50,6 +50,7 @@ def _share_kernel(
     most_split,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    CHUNKED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Share the keys of all rows out among about `parts` parts of at least `least` keys.
@@ -61,6 +62,8 @@ def _share_kernel(
     row = tl.arange(0, ROWS)
     length = tl.load(lengths + row, mask=row < rows, other=0)
     seen = tl.minimum(length, window)
+    if CHUNKED:
+        seen = tl.where(length > 0, (length - 1) % window + 1, 0)
     share = tl.maximum(tl.cdiv(tl.sum(seen, 0), parts), least)
     counts = tl.where(row < rows, tl.maximum((2 * seen + share) // (2 * share), 1), 0)
     firsts = tl.cumsum(counts, 0) - counts
@@ -99,6 +102,8 @@ def _decode_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD: tl.constexpr,
+    TURNED: tl.constexpr,
+    TURNED_WIDTH: tl.constexpr,
     WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
@@ -109,18 +114,27 @@ def _decode_kernel(
     PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Attend from one token with the heads of one key/value head, over a part of its keys (`_share_kernel`)."""
+    """Attend from one token with GROUP heads of one key/value head, over a part of its keys (`_share_kernel`)."""
     wait_for_inputs(OVERLAPS)
-    item, kv_head = tl.program_id(0), tl.program_id(1)
     SHARING: tl.constexpr = HEADS // KV_HEADS
+    GROUPS: tl.constexpr = (SHARING + GROUP - 1) // GROUP
+    VALUE: tl.constexpr = HEAD - TURNED
+    PARTS: tl.constexpr = 1 if TURNED else 2
+    item, kv_head = tl.program_id(0), tl.program_id(1) // GROUPS
     row = tl.load(items + item * 4)
     if row >= 0:
         begin, end = tl.load(items + item * 4 + 1), tl.load(items + item * 4 + 2)
-        member, number = tl.arange(0, GROUP), tl.arange(0, WIDTH)
+        member = tl.program_id(1) % GROUPS * GROUP + tl.arange(0, GROUP)
+        number, turned = tl.arange(0, WIDTH), tl.arange(0, TURNED_WIDTH)
         head = kv_head * SHARING + member
-        shared, inside = member < SHARING, number < HEAD
-        places = (row * HEADS + head)[:, None] * HEAD + number[None, :]
-        queries = tl.load(query + places, mask=shared[:, None] & inside[None, :], other=0.0)
+        shared, inside = member < SHARING, number < VALUE
+        own = query + (row * HEADS + head)[:, None] * HEAD
+        queries = tl.load(own + TURNED + number[None, :], mask=shared[:, None] & inside[None, :], other=0.0)
+        turned_queries = queries
+        if TURNED:
+            turned_queries = tl.load(
+                own + turned[None, :], mask=shared[:, None] & (turned < TURNED)[None, :], other=0.0
+            )
         slope = tl.zeros([GROUP], tl.float32)
         if HAS_SLOPES:
             slope = tl.load(slopes + head, mask=shared, other=0.0)
@@ -131,11 +145,17 @@ def _decode_kernel(
             keys = start + tl.arange(0, TILE)
             present = keys < end
             block = tl.load(tables + row * table_stride + keys // PAGE, mask=present, other=0).to(tl.int64)
-            source = kv + (block * (2 * PAGE) + keys % PAGE) * (KV_HEADS * HEAD) + kv_head * HEAD
+            source = kv + (block * (PARTS * PAGE) + keys % PAGE) * (KV_HEADS * HEAD) + kv_head * HEAD
             mask = present[:, None] & inside[None, :]
-            key = tl.load(source[:, None] + number[None, :], mask=mask, other=0.0)
-            value = tl.load(source[:, None] + (PAGE * KV_HEADS * HEAD + number)[None, :], mask=mask, other=0.0)
+            key = tl.load(source[:, None] + (TURNED + number)[None, :], mask=mask, other=0.0)
             products = tl.dot(queries, tl.trans(key), input_precision=PRECISION)
+            if TURNED:
+                value = key
+                mask = present[:, None] & (turned < TURNED)[None, :]
+                turned_key = tl.load(source[:, None] + turned[None, :], mask=mask, other=0.0)
+                products = tl.dot(turned_queries, tl.trans(turned_key), products, input_precision=PRECISION)
+            else:
+                value = tl.load(source[:, None] + (PAGE * KV_HEADS * HEAD + number)[None, :], mask=mask, other=0.0)
             scores = _scored(products, keys, slope, scale, cap, HAS_SLOPES, HAS_CAP)
             scores = tl.where(present[None, :], scores, -1e30)
             new = tl.maximum(highest, tl.max(scores, 1))
@@ -149,6 +169,7 @@ def _decode_kernel(
                 sink = tl.load(sinks + head, mask=shared, other=0.0)
                 total += tl.exp2(sink * 1.4426950408889634 - highest)
             result = sum_ / tl.where(total > 0, total, 1.0)[:, None]
+            places = (row * HEADS + head)[:, None] * VALUE + number[None, :]
             tl.store(out + places, result.to(out.dtype.element_ty), mask=shared[:, None] & inside[None, :])
         else:
             base = item * HEADS + head
@@ -165,7 +186,7 @@ def _combine_kernel(
     sinks,
     out,
     HEADS: tl.constexpr,
-    HEAD: tl.constexpr,
+    VALUE: tl.constexpr,
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -195,7 +216,7 @@ def _combine_kernel(
         if HAS_SINKS:
             weight += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - most)
         result = sum_ / tl.where(weight > 0, weight, 1.0)
-        tl.store(out + (row * HEADS + head) * HEAD + number, result.to(out.dtype.element_ty), mask=number < HEAD)
+        tl.store(out + (row * HEADS + head) * VALUE + number, result.to(out.dtype.element_ty), mask=number < VALUE)
 
 
 @triton.jit
@@ -206,6 +227,7 @@ def _attend_tiles(
     total,
     sum_,
     queries,
+    turned_queries,
     kv,
     table,
     place,
@@ -217,40 +239,53 @@ def _attend_tiles(
     kv_head,
     KV_HEADS: tl.constexpr,
     HEAD: tl.constexpr,
+    TURNED: tl.constexpr,
+    TURNED_WIDTH: tl.constexpr,
     WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    CHUNKED: tl.constexpr,
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Attend to the keys begin … end; all rows see all of them unless MASKED."""
-    number = tl.arange(0, WIDTH)
-    inside = number < HEAD
+    PARTS: tl.constexpr = 1 if TURNED else 2
+    number, turned = tl.arange(0, WIDTH), tl.arange(0, TURNED_WIDTH)
+    inside = number < HEAD - TURNED
     for start in range(begin, end, TILE):
         keys = start + tl.arange(0, TILE)
         if MASKED:
             block = tl.load(table + keys // PAGE, mask=keys < limit, other=0).to(tl.int64)
         else:
             block = tl.load(table + keys // PAGE).to(tl.int64)
-        source = kv + (block * (2 * PAGE) + keys % PAGE) * (KV_HEADS * HEAD) + kv_head * HEAD
-        at = source[:, None] + number[None, :]
+        source = kv + (block * (PARTS * PAGE) + keys % PAGE) * (KV_HEADS * HEAD) + kv_head * HEAD
+        at = source[:, None] + (TURNED + number)[None, :]
+        # Where keys are values too, both are one load.
         if MASKED:
             mask = (keys < limit)[:, None] & inside[None, :]
             key = tl.load(at, mask=mask, other=0.0)
-            value = tl.load(at + PAGE * KV_HEADS * HEAD, mask=mask, other=0.0)
-        elif WIDTH == HEAD:
+            value = key if TURNED else tl.load(at + PAGE * KV_HEADS * HEAD, mask=mask, other=0.0)
+        elif WIDTH == HEAD - TURNED:
             key = tl.load(at)
-            value = tl.load(at + PAGE * KV_HEADS * HEAD)
+            value = key if TURNED else tl.load(at + PAGE * KV_HEADS * HEAD)
         else:
             key = tl.load(at, mask=inside[None, :], other=0.0)
-            value = tl.load(at + PAGE * KV_HEADS * HEAD, mask=inside[None, :], other=0.0)
+            value = key if TURNED else tl.load(at + PAGE * KV_HEADS * HEAD, mask=inside[None, :], other=0.0)
         products = tl.dot(queries, tl.trans(key), input_precision=PRECISION)
+        if TURNED:
+            mask = (keys < limit)[:, None] & (turned < TURNED)[None, :]
+            turned_key = tl.load(source[:, None] + turned[None, :], mask=mask, other=0.0)
+            products = tl.dot(turned_queries, tl.trans(turned_key), products, input_precision=PRECISION)
         scores = _scored(products, keys, slope, scale, cap, HAS_SLOPES, HAS_CAP)
         if MASKED:
             distance = place[:, None] - keys[None, :]
-            scores = tl.where((distance >= 0) & (distance < window), scores, -1e30)
+            if CHUNKED:
+                farthest = (place % window)[:, None]
+            else:
+                farthest = window - 1
+            scores = tl.where((distance >= 0) & (distance <= farthest), scores, -1e30)
         new = tl.maximum(highest, tl.max(scores, 1))
         fade = tl.exp2(highest - new)
         weights = tl.exp2(scores - new[:, None])
@@ -280,33 +315,44 @@ def _prompt_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD: tl.constexpr,
+    TURNED: tl.constexpr,
+    TURNED_WIDTH: tl.constexpr,
     WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     TOKENS: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Attend from TOKENS new tokens of one sequence, with the heads of one key/value head."""
+    """Attend from TOKENS new tokens of one sequence, with GROUP heads of one key/value head."""
     wait_for_inputs(OVERLAPS)
+    SHARING: tl.constexpr = HEADS // KV_HEADS
+    GROUPS: tl.constexpr = (SHARING + GROUP - 1) // GROUP
+    VALUE: tl.constexpr = HEAD - TURNED
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the tiles with most keys begin first
-    kv_head, sequence = tl.program_id(1), tl.program_id(2)
+    kv_head, sequence = tl.program_id(1) // GROUPS, tl.program_id(2)
     first = tl.load(begins + sequence)
     new = tl.load(begins + sequence + 1) - first
     if tile * TOKENS < new:
-        SHARING: tl.constexpr = HEADS // KV_HEADS
         past = tl.load(past_lengths + sequence)
         member, number = tl.arange(0, TOKENS * GROUP), tl.arange(0, WIDTH)
-        token, sharing = tile * TOKENS + member // GROUP, member % GROUP
+        token = tile * TOKENS + member // GROUP
+        sharing = tl.program_id(1) % GROUPS * GROUP + member % GROUP
         head = kv_head * SHARING + sharing
-        used, inside = (token < new) & (sharing < SHARING), number < HEAD
-        places = ((first + token) * HEADS + head).to(tl.int64)[:, None] * HEAD + number[None, :]
-        queries = tl.load(query + places, mask=used[:, None] & inside[None, :], other=0.0)
+        used, inside = (token < new) & (sharing < SHARING), number < VALUE
+        row = ((first + token) * HEADS + head).to(tl.int64)[:, None]
+        own = query + row * HEAD
+        queries = tl.load(own + TURNED + number[None, :], mask=used[:, None] & inside[None, :], other=0.0)
+        turned_queries = queries
+        if TURNED:
+            turned = tl.arange(0, TURNED_WIDTH)
+            turned_queries = tl.load(own + turned[None, :], mask=used[:, None] & (turned < TURNED)[None, :], other=0.0)
         slope = tl.zeros([TOKENS * GROUP], tl.float32)
         if HAS_SLOPES:
             slope = tl.load(slopes + head, mask=sharing < SHARING, other=0.0)
@@ -316,22 +362,27 @@ def _prompt_kernel(
         highest = tl.full([TOKENS * GROUP], -1e30, tl.float32)
         total = tl.zeros([TOKENS * GROUP], tl.float32)
         sum_ = tl.zeros([TOKENS * GROUP, WIDTH], tl.float32)
-        if HAS_WINDOW:
+        if CHUNKED:
+            begin = (past + tile * TOKENS) // window * window // TILE * TILE
+        elif HAS_WINDOW:
             begin = tl.maximum(past + tile * TOKENS - window + 1, 0) // TILE * TILE
         else:
             begin = (past + tile * TOKENS + 1) // TILE * TILE
             highest, total, sum_ = _attend_tiles(
-                0, begin, highest, total, sum_, queries, kv, table, place, end, slope, scale, cap, window, kv_head,
-                KV_HEADS, HEAD, WIDTH, PAGE, TILE, HAS_SLOPES, HAS_CAP, PRECISION, False,
+                0, begin, highest, total, sum_, queries, turned_queries, kv, table, place, end, slope, scale, cap,
+                window, kv_head, KV_HEADS, HEAD, TURNED, TURNED_WIDTH, WIDTH, PAGE, TILE, HAS_SLOPES, HAS_CAP,
+                CHUNKED, PRECISION, False,
             )  # fmt: skip
         highest, total, sum_ = _attend_tiles(
-            begin, end, highest, total, sum_, queries, kv, table, place, end, slope, scale, cap, window, kv_head,
-            KV_HEADS, HEAD, WIDTH, PAGE, TILE, HAS_SLOPES, HAS_CAP, PRECISION, True,
+            begin, end, highest, total, sum_, queries, turned_queries, kv, table, place, end, slope, scale, cap,
+            window, kv_head, KV_HEADS, HEAD, TURNED, TURNED_WIDTH, WIDTH, PAGE, TILE, HAS_SLOPES, HAS_CAP,
+            CHUNKED, PRECISION, True,
         )  # fmt: skip
         if HAS_SINKS:
             sink = tl.load(sinks + head, mask=sharing < SHARING, other=0.0)
             total += tl.exp2(sink * 1.4426950408889634 - highest)
         result = sum_ / tl.where(total > 0, total, 1.0)[:, None]
+        places = row * VALUE + number[None, :]
         tl.store(out + places, result.to(out.dtype.element_ty), mask=used[:, None] & inside[None, :])
 
 
@@ -344,15 +395,16 @@ class SharedKeys:
     tile: int
 
 
-def share_keys(lengths: Tensor, kv_layer: Tensor, most_keys: int, window: int | None) -> SharedKeys:
+def share_keys(lengths: Tensor, kv_layer: Tensor, most_keys: int, scores: Scores, heads: int) -> SharedKeys:
     """See `Operations.share_keys`.
 
     All programs of a step run at the same time, one on a multiprocessor for one or two rows, else two. Where the rows
     are enough for that, only those much longer than the others have more than one part.
     """
-    rows, (kv_heads, head) = len(lengths), kv_layer.shape[3:]
+    rows, (kv_heads, head), window = len(lengths), kv_layer.shape[3:], scores.window
     few = rows <= 2
-    parts = max(1, _multiprocessors(lengths.device) * (1 if few else 2) // kv_heads)
+    programs = kv_heads * (triton.cdiv(heads // kv_heads, _FEW_ROWS) if head - scores.turned > _WIDE else 1)
+    parts = max(1, _multiprocessors(lengths.device) * (1 if few else 2) // programs)
     row_bytes = triton.next_power_of_2(head) * kv_layer.element_size()
     tile = 32 if few or row_bytes > 256 else 64 if row_bytes > 128 else 128
     least = tile if 2 * rows <= parts else _LEAST_KEYS
@@ -372,10 +424,40 @@ def share_keys(lengths: Tensor, kv_layer: Tensor, most_keys: int, window: int | 
         len(split),
         TILE=tile,
         ROWS=next((size for size in (16, 128) if rows <= size), max(1024, triton.next_power_of_2(rows))),
+        CHUNKED=scores.chunked and window is not None,
         num_warps=4,
         **overlap(),
     )
     return SharedKeys(items, split, tile)
+
+
+_WIDE = 256
+"""Numbers of a value above which a program takes few rows, so that their sums fit its registers."""
+_FEW_ROWS = 16
+
+
+def _wide_rows() -> int:
+    """Return the rows of a program for wide heads of prompts: Hopper's tensor cores take their operands from memory."""
+    return 64 if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else _FEW_ROWS
+
+
+def _shape(query: Tensor, kv_layer: Tensor, scores: Scores) -> dict[str, Any]:
+    """Return the arguments of both kernels that describe heads and scores."""
+    _, heads, head = query.shape
+    return {
+        "HEADS": heads,
+        "KV_HEADS": kv_layer.shape[3],
+        "HEAD": head,
+        "TURNED": scores.turned,
+        "TURNED_WIDTH": max(16, triton.next_power_of_2(scores.turned)),
+        "WIDTH": max(16, triton.next_power_of_2(head - scores.turned)),
+        "PAGE": kv_layer.shape[2],
+        "HAS_SLOPES": scores.slopes is not None,
+        "HAS_SINKS": scores.sinks is not None,
+        "HAS_CAP": scores.soft_cap is not None,
+        "PRECISION": "ieee",
+        **overlap(),
+    }
 
 
 def decode_attention(
@@ -387,17 +469,21 @@ def decode_attention(
     shared: SharedKeys | None = None,
 ) -> Tensor:
     """See `Operations.decode_attention`."""
-    _, heads, head = query.shape
+    rows, heads, head = query.shape
     page, kv_heads = kv_layer.shape[2:4]
     if shared is None:
-        shared = share_keys(lengths, kv_layer, block_tables.shape[1] * page, scores.window)
-    group, width = max(16, triton.next_power_of_2(heads // kv_heads)), triton.next_power_of_2(head)
-    out, count = torch.empty_like(query), len(shared.items)
+        shared = share_keys(lengths, kv_layer, block_tables.shape[1] * page, scores, heads)
+    shape, value, sharing = _shape(query, kv_layer, scores), head - scores.turned, heads // kv_heads
+    group, width = max(16, triton.next_power_of_2(sharing)), shape["WIDTH"]
+    tile, warps, stages = shared.tile, 4, 2 if shared.tile == 32 else 3
+    if value > _WIDE:
+        group = _FEW_ROWS
+        tile, warps, stages = (16, 8, 1) if query.dtype == torch.float32 else (32, 4, 2)
+    out, count = query.new_empty((rows, heads, value)), len(shared.items)
     partials = query.new_empty((count * heads if len(shared.split) else 1, width), dtype=torch.float32)
     sums = query.new_empty((count * heads if len(shared.split) else 1, 2), dtype=torch.float32)
-    shape = {"HEADS": heads, "HEAD": head, "WIDTH": width, "HAS_SINKS": scores.sinks is not None}
     sinks = query if scores.sinks is None else scores.sinks
-    _decode_kernel[(count, kv_heads)](
+    _decode_kernel[(count, kv_heads * triton.cdiv(sharing, group))](
         query,
         kv_layer,
         block_tables,
@@ -410,20 +496,25 @@ def decode_attention(
         block_tables.stride(0),
         *_factors(scores),
         **shape,
-        KV_HEADS=kv_heads,
-        PAGE=page,
-        TILE=shared.tile,
+        TILE=tile,
         GROUP=group,
-        HAS_SLOPES=scores.slopes is not None,
-        HAS_CAP=scores.soft_cap is not None,
-        PRECISION="ieee",
-        num_warps=4,
-        num_stages=2 if shared.tile == 32 else 3,
-        **overlap(),
+        num_warps=warps,
+        num_stages=stages,
     )
     if len(shared.split):
         _combine_kernel[(len(shared.split), heads)](
-            partials, sums, shared.split, sinks, out, **shape, PARTS=16, num_warps=2, **overlap()
+            partials,
+            sums,
+            shared.split,
+            sinks,
+            out,
+            HEADS=heads,
+            VALUE=value,
+            WIDTH=width,
+            PARTS=16,
+            HAS_SINKS=scores.sinks is not None,
+            num_warps=2,
+            **overlap(),
         )
     return out
 
@@ -438,14 +529,22 @@ def prompt_attention(
     *,
     most_new: int,
 ) -> Tensor:
-    _, heads, head = query.shape
-    page, kv_heads = kv_layer.shape[2:4]
-    group, width = triton.next_power_of_2(heads // kv_heads), triton.next_power_of_2(head)
-    exact = query.dtype == torch.float32
-    rows = 64 if exact or width > 128 else 128
-    tokens = max(rows // group, 1)
-    out = torch.empty_like(query)
-    _prompt_kernel[(triton.cdiv(most_new, tokens), kv_heads, len(begins) - 1)](
+    """See `Operations.prompt_attention`."""
+    tokens, heads, head = query.shape
+    kv_heads, value = kv_layer.shape[3], head - scores.turned
+    shape, sharing = _shape(query, kv_layer, scores), heads // kv_heads
+    exact, group = query.dtype == torch.float32, triton.next_power_of_2(sharing)
+    if value > _WIDE:
+        rows, tile, stages = (_FEW_ROWS, 16, 1) if exact else (_wide_rows(), 32, 2)
+        group = min(group, rows)
+        warps = 4 if rows == _FEW_ROWS and not exact else 8
+    else:
+        rows, tile, stages = (64, 32, 2) if exact or shape["WIDTH"] > 128 else (128, 64, 3)
+        warps = 8 if max(rows, group) >= 128 else 4
+    per_program = max(rows // group, 1)
+    out = query.new_empty((tokens, heads, value))
+    grid = triton.cdiv(most_new, per_program), kv_heads * triton.cdiv(sharing, group), len(begins) - 1
+    _prompt_kernel[grid](
         query,
         kv_layer,
         block_tables,
@@ -457,22 +556,14 @@ def prompt_attention(
         block_tables.stride(0),
         *_factors(scores),
         scores.window or _NO_WINDOW,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        HEAD=head,
-        WIDTH=width,
-        PAGE=page,
-        TILE=32 if exact or width > 128 else 64,
-        TOKENS=tokens,
+        **shape,
+        TILE=tile,
+        TOKENS=per_program,
         GROUP=group,
         HAS_WINDOW=scores.window is not None,
-        HAS_SLOPES=scores.slopes is not None,
-        HAS_SINKS=scores.sinks is not None,
-        HAS_CAP=scores.soft_cap is not None,
-        PRECISION="ieee",
-        num_warps=8 if tokens * group >= 128 else 4,
-        num_stages=2 if exact or width > 128 else 3,
-        **overlap(),
+        CHUNKED=scores.chunked and scores.window is not None,
+        num_warps=warps,
+        num_stages=stages,
     )
     return out
 

@@ -206,6 +206,7 @@ class TorchDecoder:
                 slopes=self._slopes(),
                 soft_cap=decoder.attention_softcap,
                 sinks=weights.tensor(f"{attention}.sinks").float() if decoder.attention_sinks and dense else None,
+                turned=0 if decoder.latent is None else decoder.latent.rotated,
             ),
             mlp=None
             if decoder.block == "single" and not lone
@@ -219,6 +220,11 @@ class TorchDecoder:
             factor=decoder.attention_factor,
             growth=decoder.growth(number),
         )
+
+    @property
+    def cache_parts(self) -> int:
+        """2 for keys and values, 1 where keys are values too."""
+        return 2 if self._decoder.latent is None else 1
 
     def cache_shape(self, number: int) -> tuple[int, int]:
         """Return key/value heads of this rank and the size of a head, of a layer of the whole model."""
@@ -294,7 +300,7 @@ class TorchDecoder:
         hidden, residual = self._enter(inputs), None
         own = self._inputs(inputs.token_ids, hidden) if self._is_first and self._inputs else None
         hidden = hidden if self._ends is None else self._ends.enter(hidden)
-        shared = self._share_keys(inputs, next((keys for each in caches if (keys := keys_of(each)) is not None), None))
+        shared = self._share_keys(inputs, caches)
         # Beyond the last layer in which tokens see each other, only those whose logits are needed are computed.
         mixing = [number for number, layer in enumerate(self._layers) if layer.dense or layer.mixer]
         last = mixing[-1] if mixing and self._is_last else -1
@@ -321,14 +327,15 @@ class TorchDecoder:
         assert layer.inputs is not None and attention.input is not None  # noqa: PT018
         return layer.norms["post_inputs_layernorm"](layer.inputs(hidden, attention.input))
 
-    def _share_keys(self, inputs: Inputs, cache: Tensor | None) -> dict[int | None, Any]:
+    def _share_keys(self, inputs: Inputs, caches: Sequence[LayerCache]) -> dict[int | None, Any]:
         """Return how the keys of the sequences that decode are shared out, by the windows of the layers."""
-        if cache is None:  # no layer of this rank has keys
-            return {}
-        lengths = inputs.lengths[inputs.prompts :]
-        windows = {layer.scores.window for layer in self._layers} if len(lengths) else set()
-        most_keys = inputs.block_tables.shape[1] * cache.shape[2]
-        return {window: self._operations.share_keys(lengths, cache, most_keys, window) for window in windows}
+        lengths, found = inputs.lengths[inputs.prompts :], dict[int | None, Any]()
+        for layer, cache in zip(self._layers, caches, strict=True):
+            keys, scores = keys_of(cache), layer.scores
+            if keys is not None and len(lengths) and scores.window not in found:
+                most_keys = inputs.block_tables.shape[1] * keys.shape[2]
+                found[scores.window] = self._operations.share_keys(lengths, keys, most_keys, scores, self._heads)
+        return found
 
     def _enter(self, inputs: Inputs) -> Tensor:
         """Return the hidden states that the first layer of this stage takes: [t, hidden]."""

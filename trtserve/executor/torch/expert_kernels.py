@@ -141,15 +141,16 @@ def _expert_kernel(
     UNITS: tl.constexpr,
     CHUNK: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Multiply ROWS pairs (token, expert) of one expert by UNITS rows of its matrix.
 
-    The rows of `x` are the pairs' numbers divided by `divisor`. With an ACTIVATION the product is multiplied by the
-    activated product with the rows `outputs` further down ("clamped": as `ClampedGate` says); without one it is
-    weighted by the pair's share.
+    The rows of `x` are the pairs' numbers divided by `divisor`. With an ACTIVATION the product is activated, or if
+    GATED multiplied by the activated product with the rows `outputs` further down ("clamped": as `ClampedGate` says);
+    without one it is weighted by the pair's share.
     """
     wait_for_inputs(OVERLAPS)
     tile = tl.program_id(1)  # neighbours multiply the same pairs: their states stay in the L2 cache
@@ -166,7 +167,7 @@ def _expert_kernel(
         pair = tl.load(order + place, mask=present, other=0).to(tl.int64)
         unit, lane = tl.program_id(0) * UNITS + tl.arange(0, UNITS), tl.arange(0, CHUNK)
         kept = unit < outputs
-        matrix = weight + tl.cast(expert, tl.int64) * columns * (outputs if ACTIVATION == "" else 2 * outputs)
+        matrix = weight + tl.cast(expert, tl.int64) * columns * (2 * outputs if GATED else outputs)
         source = x + (pair // divisor)[:, None] * columns
         rows = matrix + unit.to(tl.int64)[:, None] * columns
         further = outputs.to(tl.int64) * columns
@@ -179,20 +180,22 @@ def _expert_kernel(
             mask = kept[:, None] & inside[None, :]
             part = tl.load(rows + column[None, :], mask=mask, other=0.0)
             product = tl.dot(states, tl.trans(part), product, input_precision=PRECISION)
-            if ACTIVATION != "":
+            if GATED:
                 lower = tl.load(rows + further + column[None, :], mask=mask, other=0.0)
                 second = tl.dot(states, tl.trans(lower), second, input_precision=PRECISION)
         if HAS_BIAS:
-            own = bias + expert * (outputs if ACTIVATION == "" else 2 * outputs) + unit
+            own = bias + expert * (2 * outputs if GATED else outputs) + unit
             product += tl.load(own, mask=kept, other=0.0).to(tl.float32)[None, :]
-            if ACTIVATION != "":
+            if GATED:
                 second += tl.load(own + outputs, mask=kept, other=0.0).to(tl.float32)[None, :]
         if ACTIVATION == "clamped":
             gate = tl.minimum(second, limit)
             factor = tl.maximum(tl.minimum(product, limit), -limit) + 1
             product = factor * gate / (1 + tl.exp(-alpha * gate))
-        elif ACTIVATION != "":
+        elif GATED:
             product = product * activated(second, ACTIVATION)
+        elif ACTIVATION != "":
+            product = activated(product, ACTIVATION)
         else:
             product *= tl.load(shares + pair, mask=present, other=0.0)[:, None]
         target = out + pair[:, None] * outputs + unit[None, :]
@@ -269,12 +272,13 @@ def expert_mlp(x: Tensor, matrices: ExpertWeights, chosen: Tensor, weights: Tens
     _expert_kernel[(triton.cdiv(inside, tile["UNITS"]), most_tiles)](
         x, matrices.outer, x if outer_bias is None else outer_bias, states, order, weights, begins, first_tiles, hidden,
         inside, experts, per_token, clamp.alpha if clamp else 0.0, clamp.limit if clamp else 0.0,
-        ACTIVATION="clamped" if clamp else activation, HAS_BIAS=outer_bias is not None, **settings,
+        ACTIVATION="clamped" if clamp else activation, GATED=matrices.outer.shape[1] != inside,
+        HAS_BIAS=outer_bias is not None, **settings,
     )  # fmt: skip
     outputs = x.new_empty((pairs, hidden))
     _expert_kernel[(triton.cdiv(hidden, tile["UNITS"]), most_tiles)](
         states, matrices.inner, x if inner_bias is None else inner_bias, outputs, order, weights, begins, first_tiles,
-        inside, hidden, experts, 1, 0.0, 0.0, ACTIVATION="", HAS_BIAS=inner_bias is not None, **settings,
+        inside, hidden, experts, 1, 0.0, 0.0, ACTIVATION="", GATED=False, HAS_BIAS=inner_bias is not None, **settings,
     )  # fmt: skip
     out = torch.empty_like(x)
     _sum_kernel[(tokens, triton.cdiv(hidden, 1024))](

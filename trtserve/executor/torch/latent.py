@@ -18,7 +18,7 @@ from trtserve.executor.torch.weights import EngineWeights
 
 
 class LatentProjection:
-    """[t, hidden] → [t, (H + 2) · (rotated + rank)]: queries, the key and the value, with what is rotated first."""
+    """[t, hidden] → [t, (H + 1) · (rotated + rank)]: queries and the key, with what is rotated first."""
 
     matrix: WeightMatrix | None = None  # no single product, so that no kernel joins it with the norm before it
 
@@ -51,11 +51,11 @@ class LatentProjection:
         query = torch.cat([rotated, torch.einsum("thp,hpr->thr", plain, self._absorbed)], -1)
         stored, turned = self._keys(x).split([latent.rank, latent.rotated], dim=-1)
         key = torch.cat([turned, self._norm(stored.contiguous())], -1)
-        return torch.cat([query.flatten(1), key, key], -1)
+        return torch.cat([query.flatten(1), key], -1)
 
 
 class LatentOutput:
-    """What the heads attend to [t, H · (rotated + rank)] → [t, hidden]."""
+    """What the heads attend to [t, H · rank] → [t, hidden]."""
 
     def __init__(
         self,
@@ -66,13 +66,12 @@ class LatentOutput:
         operations: Operations,
         group: RankGroup,
     ) -> None:
-        self._rotated = latent.rotated
         self._dense = Linear(weights, [f"{attention}.dense"], operations, layer=layer, group=group)
         _, self._values = absorbed(latent, weights, attention)
 
     def __call__(self, attended: Tensor, adapters: Adapters | None = None) -> Tensor:
         del adapters
-        heads = attended.unflatten(-1, (len(self._values), -1))[..., self._rotated :]
+        heads = attended.unflatten(-1, (len(self._values), -1))
         return self._dense(torch.einsum("thr,hvr->thv", heads, self._values).flatten(1))
 
 

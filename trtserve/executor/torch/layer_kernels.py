@@ -161,6 +161,7 @@ def _rotate_kernel(
     epsilon,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
     HEAD: tl.constexpr,
     WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
@@ -174,7 +175,7 @@ def _rotate_kernel(
     wait_for_inputs(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     head, number = tl.program_id(1) * BATCH + tl.arange(0, BATCH), tl.arange(0, WIDTH)
-    ALL: tl.constexpr = HEADS + 2 * KV_HEADS
+    ALL: tl.constexpr = HEADS + PARTS * KV_HEADS
     mask = (head < ALL)[:, None] & (number < HEAD)[None, :]
     source = qkv + token * (ALL * HEAD) + head[:, None] * HEAD
     raw = tl.load(source + number[None, :], mask=mask, other=0.0)
@@ -208,7 +209,7 @@ def _rotate_kernel(
     cache_place = tl.load(cache_places + token)
     block, offset = cache_place // PAGE, cache_place % PAGE
     kv_head = tl.where(is_value, head - KV_HEADS, head) - HEADS
-    cached = (block * (2 * PAGE) + offset + tl.where(is_value, PAGE, 0)) * KV_HEADS + kv_head
+    cached = (block * (PARTS * PAGE) + offset + tl.where(is_value, PAGE, 0)) * KV_HEADS + kv_head
     result = values.to(raw.dtype)
     tl.store(query + (token * HEADS + head)[:, None] * HEAD + number[None, :], result, mask=mask & is_query[:, None])
     tl.store(kv + cached[:, None] * HEAD + number[None, :], result, mask=mask & (head >= HEADS)[:, None])
@@ -232,10 +233,10 @@ def rotate_and_store(
     norms: HeadNorms | None,
 ) -> Tensor:
     tokens = len(qkv)
-    page, kv_heads, head = kv_layer.shape[2:]
+    parts, page, kv_heads, head = kv_layer.shape[1:]
     query = qkv.new_empty((tokens, heads, head))
-    batch = 8
-    _rotate_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, batch))](
+    batch = 8 if head <= 256 else 2
+    _rotate_kernel[(tokens, triton.cdiv(heads + parts * kv_heads, batch))](
         qkv,
         positions,
         qkv if rotation is None else rotation.cos_sin,
@@ -247,6 +248,7 @@ def rotate_and_store(
         0.0 if norms is None else norms.epsilon,
         HEADS=heads,
         KV_HEADS=kv_heads,
+        PARTS=parts,
         HEAD=head,
         WIDTH=triton.next_power_of_2(head),
         PAGE=page,

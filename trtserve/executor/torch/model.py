@@ -136,7 +136,7 @@ class TorchModel:
         self.allocate_states(0)
 
     def _block_shape(self, layer: int) -> tuple[int, int, int, int]:
-        return 2, self.tokens_per_block, *self.decoder.cache_shape(layer)
+        return self.decoder.cache_parts, self.tokens_per_block, *self.decoder.cache_shape(layer)
 
     def allocate_states(self, num_states: int) -> None:
         """Allocate the rows of states in float32; one more row is the model's own."""

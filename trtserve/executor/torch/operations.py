@@ -3,7 +3,8 @@
 `plain_operations` has them in plain PyTorch, for any device.
 
 Shapes: t new tokens of s sequences, H query heads and KV key/value heads of D numbers. The KV cache of a layer is one
-tensor [blocks, 2, tokens_per_block, KV, D], keys before values. A token's place in it is block * tokens_per_block +
+tensor [blocks, 2, tokens_per_block, KV, D], keys before values; [blocks, 1, …] where keys are values too
+(`Scores.turned`). A token's place in it is block * tokens_per_block +
 its offset in the block. `block_tables` i32[s, m] lists the blocks of each sequence; entries beyond its length are not
 read.
 """
@@ -53,20 +54,22 @@ class Scores:
     window: int | None = None
     """A token sees itself and the window - 1 tokens before it; None: all before it."""
     chunked: bool = False
-    """It sees its chunk of so many tokens instead. Kernels for GPUs have no chunks."""
+    """It sees its chunk of so many tokens instead."""
     slopes: Tensor | None = None
     """ALiBi: f32[H], slope × key index is added to the scaled scores."""
     soft_cap: float | None = None
     """c: scaled scores become c · tanh(score / c)."""
     sinks: Tensor | None = None
     """f32[H], a score per head that takes its share of the softmax and adds nothing."""
+    turned: int = 0
+    """Without these first numbers (rotated ones) a key is the value too, so that the cache holds it once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertWeights:
     """The matrices of experts: `outer` [E, 2F, n], factor first (see `gated`), and `inner` [E, n, F], maybe biases.
 
-    Without a factor `outer` is [E, F, n], which kernels for GPUs do not compute.
+    Without a factor `outer` is [E, F, n].
     """
 
     outer: Tensor
@@ -127,7 +130,8 @@ class Operations(Protocol):
     ) -> Tensor:
         """Norm and rotate queries and keys, write keys and values to the cache, and return the queries [t, H, D].
 
-        qkv [t, (H + 2 · KV) · D]; positions i64[t] are rows of `rotation.cos_sin`; cache_places i64[t]; `heads` is H.
+        qkv [t, (H + 2 · KV) · D], or [t, (H + KV) · D] for a cache of keys that are values too; positions i64[t] are
+        rows of `rotation.cos_sin`; cache_places i64[t]; `heads` is H.
         """
         ...
 
@@ -138,10 +142,10 @@ class Operations(Protocol):
         """
         ...
 
-    def share_keys(self, lengths: Tensor, kv_layer: Tensor, most_keys: int, window: int | None) -> Any:
+    def share_keys(self, lengths: Tensor, kv_layer: Tensor, most_keys: int, scores: Scores, heads: int) -> Any:
         """Return how the keys of a decode step are shared out among programs, for all layers with the same window.
 
-        A sequence has no more than `most_keys` tokens. See `decode_attention` for the others.
+        A sequence has no more than `most_keys` tokens; `heads` is H. See `decode_attention` for the others.
         """
         ...
 
@@ -154,7 +158,7 @@ class Operations(Protocol):
         scores: Scores,
         shared: Any = None,
     ) -> Tensor:
-        """Attend from the last token of each sequence: query [s, H, D] → [s, H, D].
+        """Attend from the last token of each sequence: query [s, H, D] → [s, H, D - `turned`].
 
         lengths i32[s] count the tokens in the cache, with the new one; a row of length 0 gives any finite numbers.
         `shared` comes from `share_keys`. Nothing is read on the host, so that a CUDA graph can capture it.
@@ -172,8 +176,9 @@ class Operations(Protocol):
         *,
         most_new: int,
     ) -> Tensor:
-        """Attend from all new tokens of sequences that have different numbers of them: query [t, H, D] → [t, H, D].
+        """Attend from all new tokens of sequences that have different numbers of them.
 
+        query [t, H, D] → [t, H, D - `turned`].
         Tokens begins[i] … begins[i + 1] (i32[s + 1]) belong to sequence i and follow its past_lengths[i] (i32[s])
         tokens in the cache, which already holds the new ones too. `most_new` is the largest number of new
         tokens of a sequence.

@@ -87,15 +87,15 @@ def rotate_and_store(
     rotation: RotationTables | None,
     norms: HeadNorms | None,
 ) -> Tensor:
-    _, _, tokens_per_block, kv_heads, size = kv_layer.shape
-    query, key, value = qkv.view(len(qkv), -1, size).split([heads, kv_heads, kv_heads], dim=1)
+    _, parts, tokens_per_block, kv_heads, size = kv_layer.shape
+    query, key, *values = qkv.view(len(qkv), -1, size).split([heads, *[kv_heads] * parts], dim=1)
     if norms is not None:
         query, key = rms_norm(query, norms.query, norms.epsilon), rms_norm(key, norms.key, norms.epsilon)
     if rotation is not None:
         query, key = (rotate(states, positions, rotation) for states in (query, key))
     blocks, offsets = cache_places // tokens_per_block, cache_places % tokens_per_block
-    kv_layer[blocks, 0, offsets] = key
-    kv_layer[blocks, 1, offsets] = value
+    for part, states in enumerate([key, *values]):
+        kv_layer[blocks, part, offsets] = states
     rotated: Tensor = query.contiguous()
     return rotated
 
@@ -137,8 +137,8 @@ def gated(joined: Tensor, activation: Activation, *, factor_first: bool = False)
     return first * activate(second, activation) if factor_first else activate(first, activation) * second
 
 
-def share_keys(lengths: Tensor, kv_layer: Tensor, most_keys: int, window: int | None) -> None:
-    del lengths, kv_layer, most_keys, window
+def share_keys(lengths: Tensor, kv_layer: Tensor, most_keys: int, scores: Scores, heads: int) -> None:
+    del lengths, kv_layer, most_keys, scores, heads
 
 
 def decode_attention(
@@ -160,7 +160,7 @@ def prompt_attention(
     most_new: int,
 ) -> Tensor:
     del most_new
-    attended = torch.zeros_like(query)
+    attended = torch.zeros_like(query[..., scores.turned :])
     edges, size = begins.tolist(), kv_layer.shape[2]
     for number, past in enumerate(past_lengths.tolist()):
         first, stop = edges[number], edges[number + 1]
@@ -168,13 +168,13 @@ def prompt_attention(
             continue
         total = past + stop - first
         blocks = kv_layer[block_tables[number, : -(-total // size)]]
-        keys, values = (blocks[:, part].flatten(0, 1)[:total] for part in (0, 1))
-        attended[first:stop] = _attend(query[first:stop], keys, values, scores)
+        keys, values = (blocks[:, part].flatten(0, 1)[:total] for part in (0, -1))
+        attended[first:stop] = _attend(query[first:stop], keys, values[..., scores.turned :], scores)
     return attended
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
-    """Return the attention of the last tokens `query` [t, H, D] over all keys and values [n, KV, D]."""
+    """Return the attention of the last tokens `query` [t, H, D] over keys [n, KV, D] and values [n, KV, V]."""
     new, heads, size = query.shape
     total, kv_heads, _ = keys.shape
     grouped = query.float().view(new, kv_heads, -1, size).permute(1, 2, 0, 3)  # [KV, H / KV, t, D]
@@ -195,7 +195,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tens
         products = torch.cat([products, sinks], -1)
     shares = products.softmax(-1)[..., :total]
     attended = shares @ values.float().transpose(0, 1).unsqueeze(1)  # [KV, H / KV, t, D]
-    return attended.permute(2, 0, 1, 3).reshape(new, heads, size).to(query.dtype)
+    return attended.permute(2, 0, 1, 3).reshape(new, heads, -1).to(query.dtype)
 
 
 def clamped(joined: Tensor, clamp: ClampedGate) -> Tensor:

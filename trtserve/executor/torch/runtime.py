@@ -98,6 +98,7 @@ class TorchRuntime(EmbeddedRuntime):
     extra = "cuda"
     narrower = "--quantize int8 or int4"
     float32_scales = True
+    latent_once = True
     rounds_fp8_inputs = True
     devices = ("cpu", "cuda")
     gpu_limits = GPU_LIMITS
@@ -119,35 +120,7 @@ class TorchRuntime(EmbeddedRuntime):
         self.require_device(spec)
         device = self.device(spec.device)
         version = _torch_version(device)
-        if device == "cuda" and family(config.architecture).decoder(config).latent is not None:
-            raise UnsupportedModelError(
-                f"{config.architecture} has latent attention with keys of {config.head_size} numbers; the torch "
-                "runtime's kernels for GPUs hold 256.",
-                hint="Use --runtime vllm on GPUs, or --runtime openvino on this CPU.",
-            )
-        if device == "cuda" and config.full_head_size:
-            raise UnsupportedModelError(
-                f"{config.architecture} has layers with different heads, up to {config.full_head_size} numbers; the "
-                "torch runtime's kernels for GPUs hold 256.",
-                hint="Use --runtime vllm on GPUs, or --runtime openvino on this CPU.",
-            )
-        decoder = family(config.architecture).decoder(config)
-        experts, limits = (
-            decoder.experts,
-            resolve_limits(config, spec, CPU_LIMITS if device == "cpu" else self.gpu_limits),
-        )
-        longest = limits.max_seq_len
-        if device == "cuda" and decoder.has_chunks(longest):
-            raise UnsupportedModelError(
-                f"{config.architecture} attends in chunks, and sequences of {longest} tokens have several; the torch "
-                "runtime's kernels for GPUs have no chunks.",
-                hint=f"Use --max-seq-len {min(window for window in decoder.windows if window)} or fewer.",
-            )
-        if device == "cuda" and experts is not None and not experts.gated:
-            raise UnsupportedModelError(
-                f"{config.architecture} has experts without gates, which the torch runtime's kernels for GPUs lack.",
-                hint="Use --runtime vllm on GPUs, or --runtime openvino on this CPU.",
-            )
+        limits = resolve_limits(config, spec, CPU_LIMITS if device == "cpu" else self.gpu_limits)
         if device == "cuda" and not count_gpus():
             raise UsageError(
                 "The torch runtime runs on NVIDIA GPUs, and this machine has none.",
@@ -256,7 +229,7 @@ def _needs(config: CheckpointConfig, limits: Limits) -> EngineNeeds:
         disk=parameter_count(config) * item,
         build=held,
         serving=held + torch_step_bytes(config, limits) + limits.max_batch_size * state_bytes(config),
-        kv_per_token=kv_bytes_per_token(config, PRECISIONS[config.dtype]),
+        kv_per_token=kv_bytes_per_token(config, PRECISIONS[config.dtype], latent_once=True),
         libraries=_LIBRARIES,
     )
 
