@@ -49,7 +49,7 @@ def test_the_pod_runs_commands_that_trtserve_has(model: dict[str, Any]) -> None:
         ["trtserve", "pull", "$SOURCE"] if model["name"] == "llama" else ["trtserve", "import", "$SOURCE"]
     )
     assert start[:4] == ["exec", "trtserve", "start", "$NAME"]
-    known = {flag for option in command_tree(["start"]).commands["start"].params for flag in option.opts}
+    known = {flag for option in command_tree(("start",)).commands["start"].params for flag in option.opts}
     assert {word for word in start if word.startswith("--")} <= known
     assert start[-2:] == ["--max-requests", "64"]
     spec = objects["Deployment"]["spec"]["template"]["spec"]

@@ -97,25 +97,23 @@ def value(content: Any) -> bytes:
 
 
 def stored(values: Array, kind: str) -> tuple[bytes, Array]:
-    """The bytes of a tensor, and the float32 that they stand for; written block by block."""
+    """The bytes of a tensor, and the float32 that they stand for."""
     flat = values.astype(np.float32).reshape(-1)
     if kind in ("F32", "F16"):
         cast = flat.astype("<f4" if kind == "F32" else "<f2")
         return cast.tobytes(), cast.astype(np.float32).reshape(values.shape)
-    parts, meant = [], []
-    for block in flat.reshape(-1, 32):
-        peak = block[np.abs(block).argmax()]
-        scale = np.float16(peak / (-8 if kind == "Q4_0" else 127) or 1)
-        wide = np.float32(scale)
-        if kind == "Q4_0":
-            codes = np.clip(np.rint(block / wide) + 8, 0, 15).astype(np.uint8)
-            parts.append(scale.tobytes() + (codes[:16] | codes[16:] << 4).tobytes())
-            meant.append((codes.astype(np.float32) - 8) * wide)
-        else:
-            signed = np.clip(np.rint(block / wide), -128, 127).astype(np.int8)
-            parts.append(scale.tobytes() + signed.tobytes())
-            meant.append(signed.astype(np.float32) * wide)
-    return b"".join(parts), np.concatenate(meant).reshape(values.shape)
+    blocks = flat.reshape(-1, 32)
+    peaks = np.take_along_axis(blocks, np.abs(blocks).argmax(1)[:, None], 1)
+    scales = (peaks / (-8 if kind == "Q4_0" else 127)).astype("<f2")
+    scales[scales == 0] = 1
+    wide = scales.astype(np.float32)
+    if kind == "Q4_0":
+        codes = np.clip(np.rint(blocks / wide) + 8, 0, 15).astype(np.uint8)
+        packed, meant = codes[:, :16] | codes[:, 16:] << 4, (codes.astype(np.float32) - 8) * wide
+    else:
+        signed = np.clip(np.rint(blocks / wide), -128, 127).astype(np.int8)
+        packed, meant = signed.view(np.uint8), signed.astype(np.float32) * wide
+    return np.concatenate([scales.view(np.uint8), packed], 1).tobytes(), meant.reshape(values.shape)
 
 
 def write_gguf(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import gc
 import json
 import re
@@ -21,7 +20,6 @@ from trtserve.cli.output import print_json
 from trtserve.errors import CheckError, MemoryLimitError, ServerNotFoundError, UsageError, exit_codes
 
 
-@functools.cache
 def _commands() -> dict[str, Any]:
     tree: Any = command_tree()
     found = {name: child for name, child in tree.commands.items() if not hasattr(child, "commands")}

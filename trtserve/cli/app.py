@@ -15,7 +15,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,7 +203,7 @@ def _warn_of_variables() -> None:
         TerminalProgress().warn(sentence)
 
 
-def _named(arguments: Sequence[str]) -> Collection[str]:
+def _named(arguments: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the commands to load: one command, none for --version, otherwise all."""
     words = os.environ.get("COMP_WORDS", "").split()[1:] if COMPLETION_VARIABLE in os.environ else arguments
     first = next((word for word in words if word != "--debug"), "")
@@ -237,7 +237,7 @@ def _explained(error: Exception) -> TrtserveError:
     )
 
 
-def application(names: Collection[str] = SHOWN) -> typer.Typer:
+def application(names: tuple[str, ...] = SHOWN) -> typer.Typer:
     """Return the Typer application with the commands `names`."""
     app = typer.Typer(
         name="trtserve",
@@ -266,10 +266,15 @@ def application(names: Collection[str] = SHOWN) -> typer.Typer:
     return app
 
 
-def command_tree(names: Collection[str] = SHOWN) -> Any:
+def command_tree(names: tuple[str, ...] = SHOWN) -> Any:
     """Return the tree of Typer's commands, whose root has the commands `names`."""
     if COMPLETION_VARIABLE in os.environ:
         _typer_completion().completion_init()
+    return _tree(names)
+
+
+@functools.cache
+def _tree(names: tuple[str, ...]) -> Any:
     tree: Any = typer.main.get_command(application(names))
     tree.commands = {name: tree.commands[name] for name in names}  # Typer puts groups last
     return tree
