@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.http_pages import ENDLESS, endless, sending
 from tests.support.hub import Hub, running_hub
 from tests.support.lies import lie
 from tests.support.peft_adapters import write_adapter
@@ -276,6 +277,15 @@ def test_a_list_of_files_without_end_is_left(hub: Hub, tiny: Path) -> None:
         pull_model(ID)
     assert "HF_ENDPOINT" in str(caught.value.hint)
     assert hub.sent_bytes < 64 << 20
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_an_answer_of_a_hub_that_never_ends_is_left(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_LONGEST_ANSWER", 0.2)
+    with sending(lambda _: endless(what)) as (port, _):
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+        with pytest.raises(NetworkError, match="no whole answer within"):
+            pull_model(ID)
 
 
 def test_the_api_leads_to_no_place_outside_of_it(hub: Hub, tiny: Path) -> None:

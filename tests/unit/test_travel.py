@@ -7,16 +7,15 @@ import json
 import os
 import random
 import shutil
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import Any
 
 import pytest
 
 from tests.support.engine_folders import built_here, write_engine
+from tests.support.http_pages import ENDLESS, endless, sending
 from tests.support.lies import lie
 from tests.support.tiny_models import write_tiny_model
 from trtserve.__main__ import prepare_streams
@@ -324,26 +323,9 @@ def test_other_schemes_are_refused_before_anything_is_opened(place: str) -> None
 
 @contextmanager
 def _raw_registry(answer: Callable[[str], Iterator[bytes]]) -> Iterator[tuple[str, list[str]]]:
-    """A registry that sends the bytes of `answer` to a path; yields its target and the requests that it got."""
-    asked: list[str] = []
-
-    class Handler(StreamRequestHandler):
-        def handle(self) -> None:
-            head = "".join(iter(lambda: self.rfile.readline().decode("latin-1"), "\r\n"))
-            asked.append(head)
-            with suppress(OSError):
-                for piece in answer(head.split()[1]):
-                    self.wfile.write(piece)
-
-    with ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"oci://127.0.0.1:{server.server_address[1]}/x", asked
-        finally:
-            server.shutdown()
-            thread.join()
+    """Yield the target of a registry, and the requests that it got."""
+    with sending(answer) as (port, asked):
+        yield f"oci://127.0.0.1:{port}/x", asked
 
 
 def _refused(realm: str) -> bytes:
@@ -364,30 +346,17 @@ def test_a_registry_reads_no_files_of_this_machine(realm: str, tmp_path: Path, m
     assert "secret-of-mine" not in "".join(asked)
 
 
-ENDLESS = {
-    "headers": (b"HTTP/1.1 200 OK\r\nA: ", b"x"),
-    "body": (b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n", b"x"),
-    "interim answers": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-}
-
-
 @pytest.mark.parametrize("what", ENDLESS)
 def test_an_answer_of_a_registry_that_never_ends_is_left(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "_LONGEST_WAIT", 0)
     monkeypatch.setattr(remote, "_LONGEST_ANSWER", 0.2)
-    over = threading.Event()
-
-    def answer(_: str) -> Iterator[bytes]:
-        yield ENDLESS[what][0]
-        while not over.wait(0.01):
-            yield ENDLESS[what][1]
-
-    with _raw_registry(answer) as (target, _):
-        with pytest.raises(NetworkError, match="no whole answer within"):
-            pull(target, store=Store(tmp_path / "store"))
-        over.set()
+    with (
+        _raw_registry(lambda _: endless(what)) as (target, _),
+        pytest.raises(NetworkError, match="no whole answer within"),
+    ):
+        pull(target, store=Store(tmp_path / "store"))
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,9 @@ def resolve(repository: str, revision: str | None, *, token: str | None = None) 
     if is_offline():
         raise offline(repository)
     api = HfApi(endpoint=endpoint(), token=token)
-    with calls.understood(repository):
-        info = api.model_info(repository, revision=revision, files_metadata=True, timeout=30)
+    info = calls.asked(
+        repository, lambda: api.model_info(repository, revision=revision, files_metadata=True, timeout=30)
+    )
     calls.repository_id(repository, info.id)
     commit = calls.commit(repository, info.sha)
     listed = calls.siblings(repository, info.siblings)
@@ -99,7 +100,7 @@ def require_token(token: str) -> None:
     def check(subject: str, *, token: str) -> None:
         from huggingface_hub import HfApi
 
-        HfApi(endpoint=endpoint()).whoami(token=token)
+        calls.asked(subject, lambda: HfApi(endpoint=endpoint()).whoami(token=token))
 
     check("this account", token=token)
 
@@ -122,8 +123,7 @@ def _file_by_header(repository: str, commit: str, name: str, token: str | None) 
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(repository, name, revision=commit, endpoint=endpoint())
-    with calls.understood(repository):
-        metadata = get_hf_file_metadata(url, token=token)
+    metadata = calls.asked(repository, lambda: get_hf_file_metadata(url, token=token))
     if metadata.size is None or not calls.COMMIT.fullmatch(metadata.etag or ""):
         raise NetworkError(
             f"{endpoint()} gives neither size nor hash of {name} in {repository}.",
@@ -194,8 +194,10 @@ def tensor_table(revision: Revision, file: RemoteFile, *, token: str | None = No
         raise offline(revision.repository)
     api = HfApi(endpoint=endpoint(), token=token)
     try:
-        with calls.understood(revision.repository):
-            found = api.parse_safetensors_file_metadata(revision.repository, file.name, revision=revision.commit)
+        found = calls.asked(
+            revision.repository,
+            lambda: api.parse_safetensors_file_metadata(revision.repository, file.name, revision=revision.commit),
+        )
     except SafetensorsParsingError as error:
         raise CorruptFileError(f"{file.name} of {revision.repository} has no valid header: {error}.") from error
     return {name: asdict(tensor) for name, tensor in found.tensors.items()}
