@@ -38,6 +38,7 @@ WRITTEN = f"""## Title
 
 > quoted
 """
+AGAIN = "trtserve start m --detach --ui --http-port 9000"
 DOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 STRUCTURE = {"h4": 1, "strong": 1, "em": 1, "a": 1, "ol > li": 2, "ol ul > li": 1, "pre": 1, "td": 2, "blockquote": 1}
 
@@ -55,8 +56,9 @@ class Scripted:
         self.modalities = ["text"]
         self.defaults: dict[str, float] = {}
         self.reason = "stop"
-        (route,) = (each for each in page_router().routes if isinstance(each, APIRoute))
+        (route,) = (each for each in page_router(AGAIN).routes if isinstance(each, APIRoute))
         self._page: Response = asyncio.run(route.endpoint())
+        self.generated = 0
 
     def handle(self, route: Any) -> None:
         path = route.request.url.partition("//")[2].partition("/")[2]
@@ -71,7 +73,7 @@ class Scripted:
             facts = {"input_modalities": self.modalities, "default_parameters": self.defaults}
             route.fulfill(json={"data": [{"id": self.model, "system_messages": True, **facts}]})
         elif path == "metrics":
-            route.fulfill(body="")
+            route.fulfill(body=f'nv_trtserve_tokens_total{{token_type="generated"}} {self.generated}\n')
         else:
             self.asked.append(json.loads(route.request.post_data)["messages"])
             events: list[dict[str, Any]] = [{"choices": [{"delta": part}]} for part in self.parts]
@@ -182,8 +184,11 @@ def test_fingers_have_room_and_read_no_hints_about_keys(page: Any, server: Scrip
 def test_without_a_server_the_page_says_so_and_goes_on_later(page: Any, server: Scripted) -> None:
     server.gone = True
     ask(page, "Hi")
-    assert "trtserve start --ui" in page.locator(".assistant .error").text_content()
+    assert page.locator(".assistant .error").text_content() == "The server does not answer."
     wait_until(lambda: "does not answer" in page.locator("#state").text_content())
+    assert page.locator("#gone code").text_content() == AGAIN
+    assert page.get_by_role("button", name="Copy this command").is_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") == 380
     assert page.locator("#model").input_value() == "m"
     assert page.locator("#model").is_disabled()
     assert count(page, "#server.stale") == 1
@@ -192,6 +197,7 @@ def test_without_a_server_the_page_says_so_and_goes_on_later(page: Any, server: 
     page.get_by_role("button", name="Retry").click()
     page.get_by_text("back").wait_for()
     assert count(page, ".turn") == 2
+    assert not page.locator("#gone").is_visible()
     assert page.locator("#model").is_enabled()
     assert count(page, "#server.stale") == 0
 
@@ -204,14 +210,14 @@ def test_a_server_that_dies_in_an_answer_is_named_as_one_that_is_gone(page: Any,
     assert page.locator(".assistant .words").text_content() == "Machine learning is"
     server.gone = True
     wait_until(lambda: page.locator("#state").text_content() == cut)
-    assert "trtserve start --ui" in cut
+    assert page.locator("#gone").is_visible()
 
 
-def test_the_end_of_a_conversation_stays_in_view_when_the_banner_grows(page: Any, server: Scripted) -> None:
+def test_the_end_of_a_conversation_stays_in_view_when_a_message_takes_room(page: Any, server: Scripted) -> None:
     server.parts = [{"content": "A long line.\n\n" * 30}]
     ask(page, "Hi")
     tall = page.locator("#log").bounding_box()["height"]
-    page.evaluate("tell(GONE, 'bad')")
+    page.evaluate("reached(false)")
     wait_until(lambda: page.locator("#log").bounding_box()["height"] < tall)
     inside = (
         "document.querySelector('.again').getBoundingClientRect().bottom <= $('log').getBoundingClientRect().bottom"
@@ -236,9 +242,39 @@ def test_a_key_is_asked_for_in_plain_words_and_its_field_stays_at_hand(page: Any
             page.keyboard.press("Escape")
             assert not page.locator("#side").is_visible()
     wait_until(lambda: not page.locator("#side").is_visible())
-    page.get_by_role("button", name="Retry").click()
-    page.get_by_text("Hello").wait_for()
+    page.get_by_text("Hello").wait_for()  # the question is asked again without a hand
     assert page.get_by_role("button", name="Enter an API key").count() == 0
+    assert count(page, ".error:visible") == 0
+    assert count(page, ".turn") == 2
+
+
+def test_a_question_without_an_answer_goes_with_its_error_when_the_next_is_asked(page: Any, server: Scripted) -> None:
+    server.gone = True
+    ask(page, "First")
+    server.gone, server.parts = False, [{"content": "Hello"}]
+    ask(page, "Second")
+    assert page.locator(".turn .words").all_text_contents() == ["Second", "Hello"]
+    assert server.asked == [[{"role": "user", "content": "Second"}]]
+    assert count(page, ".error:visible") == 0
+
+
+def test_settings_last_as_long_as_the_tab(page: Any) -> None:
+    page.evaluate("unfold(true); $('settings').open = true")
+    page.locator("#temperature").fill("0.3")
+    page.locator("#system").fill("Be brief.")
+    page.locator("#seed").focus()
+    page.reload()
+    assert page.locator("#temperature").input_value() == "0.3"
+    assert page.locator("#system").input_value() == "Be brief."
+
+
+def test_the_page_says_no_more_of_the_rate_than_it_has_seen(page: Any, server: Scripted) -> None:
+    curve = page.locator("#curve")
+    wait_until(lambda: curve.text_content().startswith("No tokens since this page was opened."))
+    server.generated = 40
+    wait_until(lambda: curve.text_content() == "Tokens/s since this page was opened")
+    page.evaluate("opened -= 2 * MINUTE")
+    wait_until(lambda: curve.text_content() == "Tokens/s in the last minute")
 
 
 @pytest.mark.parametrize(

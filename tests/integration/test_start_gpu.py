@@ -51,6 +51,18 @@ def test_the_engine_decides_ranks_and_release(tmp_path: Path) -> None:
     assert newer.instances[0].launch.command.argv.count("--grpc-port=8001") == 8
 
 
+def test_the_page_names_the_command_that_starts_its_server_again(tmp_path: Path) -> None:
+    repository = repository_of(tmp_path, tp=1)
+    secret = "a-key-that-nobody-may-see"
+    usual = planned(repository, tmp_path, ui=True).instances[0].gateway
+    other = planned(repository, tmp_path, ui=True, name="mine", http_port=9000, api_key=secret).instances[0].gateway
+    assert usual is not None
+    assert other is not None
+    begin = "trtserve start --model-repository FOLDER"
+    assert usual.settings.start_again == f"{begin} --name repository --detach --ui"
+    assert other.settings.start_again == f"{begin} --name mine --detach --ui --http-port 9000 --api-key-file FILE"
+
+
 def test_instances_have_ports_logs_and_memory_of_their_own(tmp_path: Path) -> None:
     plan = planned(repository_of(tmp_path), tmp_path, instances=2, name="two")
     first, second = plan.instances

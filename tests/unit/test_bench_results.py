@@ -394,6 +394,19 @@ def test_a_report_begins_with_what_was_measured_and_says_where(tmp_path: Path) -
     assert f"<br>{lengths}<" in (tmp_path / "unknown.html").read_text()
 
 
+@pytest.mark.needs("vl_convert")
+def test_what_a_report_proposes_measures_the_same_server(tmp_path: Path) -> None:
+    for typed, kept in (
+        ("trtserve bench token-norm-dist --server demo --html x.html", "--server demo"),
+        ("trtserve bench --grpc_port=9001 -m ensemble --seed 1 --ssl", "--grpc_port=9001 -m ensemble --ssl"),
+    ):
+        write_plots([made(1, command=typed)], tmp_path / "report.html")
+        shown = (tmp_path / "report.html").read_text().partition("What next")[2].partition("How it was measured")[0]
+        assert f"<code>trtserve bench {kept} --sweep-concurrency" in shown
+    write_plots([made(1, command="an unfinished ' quote")], tmp_path / "report.html")
+    assert "<code>trtserve bench --sweep-concurrency" in (tmp_path / "report.html").read_text()
+
+
 @pytest.mark.parametrize("given", [["--api-key", "a secret"], ["--api-key=a secret"]])
 def test_the_command_of_a_result_has_no_key(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["/bin/trtserve", "bench", *given, "--seed", "1"])

@@ -9,8 +9,10 @@ import html
 import importlib.util
 import math
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -482,14 +484,34 @@ def _milliseconds(value: float | None) -> str:
 def _next_steps(reports: Sequence[BenchReport]) -> Iterator[str]:
     """Yield what a reader may do with the result; commands are between backquotes."""
     last = reports[-1]
+    bench = shlex.join(["trtserve", "bench", *_target(last.command)])
     if any(report.few for report in reports):
-        yield "Measure longer, so that high percentiles have an interval: `trtserve bench --num-requests 500`"
+        yield f"Measure longer, so that high percentiles have an interval: `{bench} --num-requests 500`"
     if len(reports) == 1:
-        yield "See how latency grows with the load: `trtserve bench --sweep-concurrency 1,2,4,8,16 --html sweep.html`"
+        yield f"See how latency grows with the load: `{bench} --sweep-concurrency 1,2,4,8,16 --html sweep.html`"
     if not last.goals:
-        yield "Count only answers that are fast enough for you: `trtserve bench --slo ttft=500ms,itl=50ms`"
+        yield f"Count only answers that are fast enough for you: `{bench} --slo ttft=500ms,itl=50ms`"
     yield "After a change, tell it from chance: `trtserve bench compare BEFORE AFTER` (folders of `--out`)"
     yield 'Let the machine look for better settings: `trtserve tune SETUP.yaml --goal "ttft p99 < 500 ms"`'
+
+
+def _target(command: str) -> Iterator[str]:
+    """Yield the words of a command that say which server it measured, and how it is reached."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # a result is a file that anyone may have changed
+        return
+    for word, after in pairwise([*words, ""]):
+        flag, equals, _ = word.partition("=")
+        if flag.replace("_", "-") in _TARGET:
+            yield from [word] if equals or flag in _SWITCHES else [word, after]
+
+
+_SWITCHES = ("--ssl", "-s", "--chat")
+_TARGET = (
+    *("--server", "--host", "--http-port", "--grpc-port", "--url", "--openai", "--api-key", "--model", "-m"),
+    *("--protocol", "-i", "--root-certificates", "--private-key", "--certificate-chain", *_SWITCHES),
+)
 
 
 def _with_code(text: str) -> str:

@@ -436,7 +436,7 @@ class _Talk:
 
     def _switch(self, name: str) -> None:
         """Ask another model of this server, or another server that was started here; or list both."""
-        from trtserve.client.query import STANDARD_MODELS
+        from trtserve.client.tensors import STANDARD_MODELS
         from trtserve.server.state import list_servers
 
         models = self._conversation.models()

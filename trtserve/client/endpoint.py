@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trtserve.errors import RequestError, ServerUnreachableError, UsageError
+from trtserve.errors import RequestError, ServerUnreachableError, UsageError, did_you_mean
 from trtserve.specs.server import GRPC_PORT, HTTP_PORT
 
 if TYPE_CHECKING:
@@ -189,10 +189,12 @@ def understood() -> Iterator[None]:
 
 
 def unknown_model(name: str, where: str, available: Sequence[str]) -> RequestError:
-    """Return the error for a model that the server does not have."""
-    return RequestError(
-        f"The server at {where} has no model {name!r}.", hint=f"Models there: {', '.join(sorted(available)) or 'none'}."
-    )
+    """Return the error for a model that the server does not have; NVIDIA's names are listed where it has no other."""
+    from trtserve.client.tensors import STANDARD_MODELS
+
+    known = sorted({*available}.difference(STANDARD_MODELS) or available)
+    hint = f"{did_you_mean(name, available)} Models there: {', '.join(known) or 'none'}."
+    return RequestError(f"The server at {where} has no model {name!r}.", hint=hint.lstrip())
 
 
 def unreachable(where: str, reason: str, hint: str = "") -> ServerUnreachableError:

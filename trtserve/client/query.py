@@ -19,13 +19,17 @@ from trtserve.client.grpc_transport import grpc_client
 from trtserve.client.inputs import RequestContext
 from trtserve.client.request import model_request
 from trtserve.client.spec import QuerySpec
-from trtserve.client.tensors import CORE_MODEL, IDS_INPUT, TEXT_INPUT, VLLM_INPUT, ModelDescription, stop_request
+from trtserve.client.tensors import (
+    IDS_INPUT,
+    STANDARD_MODELS,
+    TEXT_INPUT,
+    VLLM_INPUT,
+    ModelDescription,
+    stop_request,
+)
 from trtserve.client.tokenizer import core_name, messages, prepare_prompts
 from trtserve.client.transport import STOP_TIMEOUT, SyncClient
 from trtserve.errors import RequestError, TrtserveError, UsageError
-
-# The models of TensorRT-LLM's repository; any other model in it is the alias.
-STANDARD_MODELS = ("preprocessing", CORE_MODEL, "postprocessing", "ensemble", "tensorrt_llm_bls")
 
 STOP_INTERVAL = 0.25
 # On a busy machine it takes seconds to reach the server.

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 CORE_MODEL = "tensorrt_llm"
+STANDARD_MODELS = ("preprocessing", CORE_MODEL, "postprocessing", "ensemble", "tensorrt_llm_bls")
+"""The models of TensorRT-LLM's repository; any other model in it is the alias."""
 # Inputs and outputs that core and text models share in every release.
 TEXT_INPUT, IDS_INPUT = "text_input", "input_ids"
 TEXT_OUTPUT, IDS_OUTPUT = "text_output", "output_ids"

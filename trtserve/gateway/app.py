@@ -285,7 +285,7 @@ class Gateway(Entrance):
         require = self._require_model if settings.own else None
         routes.include_router(openai_router(backend, self._measures, require=require, folder=self._shared_folder))
         if settings.ui:
-            routes.include_router(page_router())
+            routes.include_router(page_router(settings.start_again))
         else:
             routes.get("/", include_in_schema=False)(_say_where)
 

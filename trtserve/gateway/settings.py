@@ -91,6 +91,8 @@ class GatewaySettings:
     """Whether `start` started this Triton, which then expects the key and has the certificate."""
     ui: bool = False
     """Whether the page with a conversation is served."""
+    start_again: str = ""
+    """The command that starts the server again, for people who see the page: without secrets and paths."""
     triton: ProcessId | None = None
     """The process that tritonserver descends from, if it is one of this machine."""
     run_folder: Path | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 import socket
 import sys
 import time
@@ -25,12 +26,13 @@ from trtserve.gateway.settings import (
 )
 from trtserve.host.ports import taken_meanwhile
 from trtserve.process import Command, ProcessId, exit_code, spawn, was_killed
-from trtserve.repository.profiles import CORE
+from trtserve.repository.profiles import CORE, MODELS
 from trtserve.repository.served import ServedRepository
 from trtserve.server.state import GatewayState, gateway_folder, log_file, run_folder
 from trtserve.server.triton.server_log import last_lines
 from trtserve.server.triton.tritonserver import Address, client_host
 from trtserve.specs import ServerSpec
+from trtserve.specs.command_line import given_values, option_words
 from trtserve.store import Store
 
 _LISTEN_TIMEOUT = 20.0
@@ -102,6 +104,7 @@ def plan_gateway(
         repository=repository.absolute(),
         run_folder=run_folder(name, store),
         ui=spec.ui,
+        start_again=_start_again(name, spec, served),
         key_file=key_file,
         certificate=certificate,
         private_key=private_key,
@@ -128,6 +131,18 @@ def plan_gateway(
         log=log_file(f"{name}@gateway", store, number),
         key=spec.api_key,
     )
+
+
+def _start_again(name: str, spec: ServerSpec, served: ServedRepository) -> str:
+    """Return the command that starts a server with its page again; everyone sees it, so it has no path."""
+    named = [] if served.model == name else ["--name", name]
+    model = [*(["--model-repository", "FOLDER"] if served.model in MODELS else [served.model]), *named]
+    given = given_values(spec)
+    files = ("api_key_file", "tls_certificate", "tls_key")
+    kept = {each: value for each, value in given.items() if each in ("host", "http_port", "grpc_port", "metrics_port")}
+    kept |= {each: "FILE" for each in files if each in given or (each == "api_key_file" and spec.has_key)}
+    kept |= {each: given[each] for each in ("instances", "proxy_port") if each in given}
+    return " ".join(["trtserve start", *map(shlex.quote, model), "--detach --ui", *option_words(kept)])
 
 
 def plan_front(
