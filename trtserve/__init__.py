@@ -10,8 +10,7 @@ TYPE_CHECKING = False  # the module `typing` would take most of the time of the 
 if TYPE_CHECKING:
     from trtserve.client.answer import Generation
     from trtserve.errors import TrtserveError
-    from trtserve.library.client import AsyncClient, AsyncTextStream, Client, TextStream
-    from trtserve.library.serving import import_model, serve
+    from trtserve.library import AsyncClient, AsyncTextStream, Client, TextStream, import_model, serve
 
 __all__ = [
     "AsyncClient",
@@ -25,14 +24,14 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AsyncClient": "library.client",
-    "AsyncTextStream": "library.client",
-    "Client": "library.client",
+    "AsyncClient": "library",
+    "AsyncTextStream": "library",
+    "Client": "library",
     "Generation": "client.answer",
-    "TextStream": "library.client",
+    "TextStream": "library",
     "TrtserveError": "errors",
-    "import_model": "library.serving",
-    "serve": "library.serving",
+    "import_model": "library",
+    "serve": "library",
 }
 
 

@@ -18,12 +18,11 @@ from tests.support.echo_targets import echo_target, requests, target_at
 from tests.support.exact_server import exact_server
 from trtserve.bench.compare import compare
 from trtserve.bench.echo_server import Echo, Spoken
-from trtserve.bench.processes import LoadOutcome, run_load
 from trtserve.bench.records import RequestRecord
 from trtserve.bench.report import BenchReport
 from trtserve.bench.statistics import Interval, mean_interval, percentile, t_quantile
 from trtserve.bench.transport import LoadTarget
-from trtserve.bench.worker import Load
+from trtserve.bench.worker import Load, LoadOutcome, run_load
 
 RUNS = 1000
 COMPARISONS = 120

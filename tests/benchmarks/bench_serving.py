@@ -19,11 +19,10 @@ import numpy as np
 from tests.benchmarks.bench_executor import KV_TOKENS, WAIT, ExecutorSide, ended
 from tests.benchmarks.engines import SIZES, make_engine, make_repository
 from tests.benchmarks.frame import Row, benchmark_parser, compare, finish, table
-from trtserve.bench.processes import run_load
 from trtserve.bench.records import TrafficRequest
 from trtserve.bench.statistics import Statistics, compute
 from trtserve.bench.transport import LoadTarget, ProtocolName
-from trtserve.bench.worker import Load
+from trtserve.bench.worker import Load, run_load
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_transport import grpc_client
 from trtserve.client.tensors import CORE_MODEL, ModelDescription

@@ -24,14 +24,13 @@ import pytest
 from tests.support.echo_targets import echo_target, requests, target_at
 from tests.support.tiny_models import write_byte_tokenizer
 from trtserve.bench.echo_server import Echo, Spoken, running_echo
-from trtserve.bench.processes import LoadOutcome, run_load
 from trtserve.bench.records import RequestRecord
 from trtserve.bench.run import calibrate
 from trtserve.bench.statistics import compute, percentile
 from trtserve.bench.transport import Chunk
-from trtserve.bench.worker import Load
+from trtserve.bench.worker import Load, LoadOutcome, run_load
 from trtserve.cli import run
-from trtserve.client.http_pool import HttpPool, Pressure, http_request
+from trtserve.client.http_transport import HttpPool, Pressure, http_request
 from trtserve.errors import MissingDependencyError, ServerUnreachableError
 
 MS = 1_000_000

@@ -25,7 +25,7 @@ from trtserve.artifacts import Engine, Model
 from trtserve.cli import run
 from trtserve.errors import CorruptFileError
 from trtserve.pipeline import parity
-from trtserve.pipeline.parity import built, check_checkpoint, check_engine
+from trtserve.pipeline.parity import check_checkpoint, check_engine, converted
 from trtserve.specs import BuildSpec, CheckSpec, ConvertSpec
 from trtserve.store import Store
 
@@ -179,14 +179,14 @@ def test_an_import_that_is_verified_leaves_no_wrong_engine(
     model = write_tiny_model(tmp_path / "model", "llama", gain=1.0)
     command = ["import", str(model), "--name", "tiny", "--runtime", "openvino", "--quantize", "int8", "--verify"]
     command += ["--max-seq-len", "512"]
-    right = built.logits_of_engine
+    right = converted.logits_of_engine
     monkeypatch.setattr(
-        built, "logits_of_engine", lambda *given, **named: [2 * each for each in right(*given, **named)]
+        converted, "logits_of_engine", lambda *given, **named: [2 * each for each in right(*given, **named)]
     )
     assert run(command) == 25
     assert "build it again" in capsys.readouterr().err
     assert not list(Store().complete(Engine))
-    monkeypatch.setattr(built, "logits_of_engine", right)
+    monkeypatch.setattr(converted, "logits_of_engine", right)
     assert run(command) == 0
     assert "The engine matches the model (int8" in capsys.readouterr().err
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from trtserve.cli import run
-from trtserve.server.doctor import examination, failed, programs, system
+from trtserve.server.doctor import examination, failed, system
 from trtserve.server.triton import tritonserver
 
 
@@ -51,8 +51,8 @@ def test_two_ranks_of_the_real_mpirun_communicate(whole: dict[str, dict[str, str
 
 
 def test_an_mpirun_whose_ranks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "_PROGRAM", "raise SystemExit('no MPI here')")
-    finding = programs.check_mpirun(needed=True)
+    monkeypatch.setattr(system, "_PROGRAM", "raise SystemExit('no MPI here')")
+    finding = system.check_mpirun(needed=True)
     assert (finding.state, bool(finding.fix)) == ("failed", True)
     assert "exit code 1" in finding.evidence
 

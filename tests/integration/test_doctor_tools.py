@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.doubles import Doubles
 from tests.support.hub import Hub, running_hub
-from trtserve.server.doctor import GPU, NONE, CheckResult, examination, programs, system
+from trtserve.server.doctor import GPU, NONE, CheckResult, examination, system
 
 SECRET = "hf_" + "Geheim" * 6
 
@@ -61,7 +61,7 @@ NO_DAEMON = "echo; echo 'Cannot connect to the Docker daemon.' >&2; exit 1"
 )
 def test_docker(server: str, runtimes: str, gpus: int, state: str, evidence: str, program: Program) -> None:
     program("docker", DOCKER % (server, runtimes))
-    finding = programs.check_docker(gpus)
+    finding = system.check_docker(gpus)
     assert (finding.state, finding.evidence, finding.needed_by) == (state, evidence, NONE)
     assert bool(finding.fix) == (state != "ok")
 
@@ -80,27 +80,27 @@ def test_docker(server: str, runtimes: str, gpus: int, state: str, evidence: str
 def test_slurm(sinfo: str, state: str, evidence: str, program: Program) -> None:
     program("sbatch", "echo 'slurm 23.11.4'")
     program("sinfo", sinfo)
-    finding = programs.check_slurm()
+    finding = system.check_slurm()
     assert (finding.state, finding.evidence) == (state, evidence)
 
 
 def test_versions_of_other_programs(program: Program) -> None:
     program("podman", "echo 'podman version 4.9.3'")
     program("kubectl", "echo 'Client Version: v1.32.4'; echo 'Kustomize Version: v5.5.0'")
-    found = [programs.check_version(name) for name in programs.VERSIONS]
+    found = [system.check_version(name) for name in system.VERSIONS]
     assert [finding.evidence for finding in found] == ["4.9.3", "1.32.4"]
     assert {finding.state for finding in found} == {"ok"}
     program("podman", "echo 'cannot open shared object file' >&2; exit 127")
-    assert programs.check_version("podman").state == "warning"
+    assert system.check_version("podman").state == "warning"
 
 
 @pytest.mark.usefixtures("program")
 @pytest.mark.parametrize(
     "check",
     [
-        lambda: programs.check_docker(1),
-        programs.check_slurm,
-        *(partial(programs.check_version, name) for name in programs.VERSIONS),
+        lambda: system.check_docker(1),
+        system.check_slurm,
+        *(partial(system.check_version, name) for name in system.VERSIONS),
     ],
 )
 def test_tools_that_are_absent(check: Callable[[], CheckResult]) -> None:
@@ -117,7 +117,7 @@ def mpirun(program: Program, monkeypatch: pytest.MonkeyPatch) -> Program:
 
     path = program("python3", "exit 1").parent
     monkeypatch.setattr(tritonserver, "stub_environment", lambda: {"PATH": str(path)})
-    monkeypatch.setattr(programs, "stub_environment", lambda: {"PATH": str(path)})
+    monkeypatch.setattr(system, "stub_environment", lambda: {"PATH": str(path)})
 
     def make(name: str, script: str) -> Path:
         return program(name, f'if [ "$1" = --version ]; then echo "mpirun (Open MPI) 5.0.11"; exit 0; fi\n{script}')
@@ -151,16 +151,16 @@ def hello(rank: int, received: int, mpi4py: str | None, problem: str | None = No
 )
 def test_two_ranks(script: str, state: str, evidence: str, mpirun: Program) -> None:
     mpirun("mpirun", script)
-    finding = programs.check_mpirun(needed=True)
+    finding = system.check_mpirun(needed=True)
     assert (finding.state, finding.needed_by) == (state, GPU)
     assert evidence in finding.evidence
     assert ("--oversubscribe" in finding.fix) == ("slots" in script)
 
 
 def test_ranks_that_hang_are_ended(mpirun: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "_MPI_TIMEOUT", 0.3)
+    monkeypatch.setattr(system, "_MPI_TIMEOUT", 0.3)
     mpirun("mpirun", "echo 'waiting for the other'; exec /bin/sleep 600")
-    finding = programs.check_mpirun(needed=False)
+    finding = system.check_mpirun(needed=False)
     assert (finding.state, finding.needed_by) == ("failed", NONE)
     assert finding.evidence == "Open MPI 5.0.11: did not end in time: waiting for the other"
 
@@ -175,16 +175,16 @@ def test_an_interrupt_ends_the_ranks(mpirun: Program, tmp_path: Path, monkeypatc
             began.append(int(text))
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(programs, "time", SimpleNamespace(monotonic=time.monotonic, sleep=interrupted))
+    monkeypatch.setattr(system, "time", SimpleNamespace(monotonic=time.monotonic, sleep=interrupted))
     with pytest.raises(KeyboardInterrupt):
-        programs.check_mpirun(needed=True)
+        system.check_mpirun(needed=True)
     assert not psutil.pid_exists(began[0])
 
 
 @pytest.mark.usefixtures("program")
 def test_no_mpirun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    finding = programs.check_mpirun(needed=True)
+    finding = system.check_mpirun(needed=True)
     assert (finding.state, finding.evidence) == ("failed", "no mpirun on PATH")
 
 
@@ -290,6 +290,6 @@ def test_a_token_is_never_printed(
 
 def test_doubles_of_docker_are_understood(doubles: Doubles) -> None:
     """doctor accepts the double of docker that `start --container` is tested with."""
-    finding = programs.check_docker(0)
+    finding = system.check_docker(0)
     assert "daemon 27.5.1" in finding.evidence
     assert {call.arguments[0] for call in doubles.calls("docker")} <= {"--version", "version", "info"}

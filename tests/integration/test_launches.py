@@ -34,7 +34,7 @@ from tests.support.servers import free_spec
 from tests.support.waiting import eventually, wait_until
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import RepositoryError, ServerDiedError, ServerRunningError, ServerStartError
-from trtserve.server import checks, readiness
+from trtserve.server import checks, start
 from trtserve.server.plan import plan_server
 from trtserve.server.shutdown import stop_server
 from trtserve.server.start import start_server
@@ -120,8 +120,8 @@ def test_a_rank_that_exits_with_0_while_loading_is_reported(
     tmp_path: Path, store: Store, doubles: Doubles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """mpirun lets a rank go that ends with code 0, and the others wait for it."""
-    monkeypatch.setattr(readiness, "_RANK_INTERVAL", 0.1)
-    monkeypatch.setattr(readiness, "_JOB_END", 0.5)
+    monkeypatch.setattr(start, "_RANK_INTERVAL", 0.1)
+    monkeypatch.setattr(start, "_JOB_END", 0.5)
     doubles.configure(die_rank=1, die_when="start", die_after=1.0, die_code=0, load_seconds=2)
     spec = replace(free_spec(), oversubscribe=True)
     with pytest.raises(ServerStartError, match="Rank 1 of 2 ended before the server was ready") as caught:

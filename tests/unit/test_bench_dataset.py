@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny_models import write_byte_tokenizer
-from trtserve.bench.prompts import dataset_traffic, read_dataset
 from trtserve.bench.records import Traffic, TrafficLimits
+from trtserve.bench.traffic import dataset_traffic, read_dataset
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import UsageError
 from trtserve.specs import BenchSpec

@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trtserve.bench.prompts import BLOCK, read_trace, replay
 from trtserve.bench.records import TrafficLimits
 from trtserve.bench.traffic import (
+    BLOCK,
     read_histogram,
+    read_trace,
+    replay,
     sessions,
     shared_prefixes,
     token_from_histogram,

@@ -13,9 +13,8 @@ from tests.support.echo_targets import requests, target_at
 from tests.support.tiny_models import write_byte_tokenizer
 from trtserve.bench.echo_server import Echo
 from trtserve.bench.messages import count_answers, text_tensors, token_arrivals, token_counts
-from trtserve.bench.prompts import TextWriter
 from trtserve.bench.records import DecodedResponse, RequestRecord, TrafficLimits, TrafficRequest
-from trtserve.bench.traffic import token_norm_dist
+from trtserve.bench.traffic import TextWriter, token_norm_dist
 from trtserve.bench.transport import OpenAiLoad
 from trtserve.bench.verdict import implausible
 from trtserve.client.tokenizer import TokenizerFiles

@@ -17,7 +17,7 @@ from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import ModelDescription, Tensor
 from trtserve.client.tokenizer import PreparedPrompts
 from trtserve.errors import RequestError, UsageError
-from trtserve.library.client import Client
+from trtserve.library import Client
 
 
 def describe(*inputs: str, max_batch_size: int = 8, **settings: str) -> ModelDescription:

@@ -20,10 +20,9 @@ import pytest
 from tests.support.bench_records import answered, report_of
 from trtserve.artifacts import Checksums, Manifest
 from trtserve.bench.exports import write_result
-from trtserve.bench.prompts import read_dataset, read_trace
 from trtserve.bench.records import read_records
 from trtserve.bench.report import REPORT, SAMPLES, read_report
-from trtserve.bench.traffic import read_histogram
+from trtserve.bench.traffic import read_dataset, read_histogram, read_trace
 from trtserve.checkpoint.source import read_hf_config, weight_map
 from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.checkpoint.unified import read_config

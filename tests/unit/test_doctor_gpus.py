@@ -33,7 +33,7 @@ from trtserve.nvidia.releases.containers import (
 )
 from trtserve.nvidia.releases.installed import Installed, installed
 from trtserve.server.doctor import GPU, nvidia
-from trtserve.server.doctor.programs import TwoRanks
+from trtserve.server.doctor.system import TwoRanks
 
 GIB = 2**30
 

@@ -18,7 +18,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.support.gateways import settings_of
-from trtserve.bench.prompts import read_trace
+from trtserve.bench.traffic import read_trace
 from trtserve.client.endpoint import Endpoint
 from trtserve.errors import UsageError
 from trtserve.gateway.admission import Access, Exchange, Gate

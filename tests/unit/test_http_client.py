@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.support.certificates import certificates
-from trtserve.client import http_pool
+from trtserve.client import http_transport
 from trtserve.client.endpoint import Endpoint, RequestCancelledError, Tls
 from trtserve.client.http_transport import generate_body, http_client, infer_body
 from trtserve.client.tensors import ModelDescription, ModelRequest, Reply, Tensor, TensorDescription, generate_shape
@@ -126,8 +126,8 @@ def test_an_answer_without_an_end_is_given_up(
     serving: Callable[..., TransportClient], monkeypatch: pytest.MonkeyPatch, answer: bytes
 ) -> None:
     for limit in ("_MOST_HEAD", "_MOST_EVENT"):
-        monkeypatch.setattr(http_pool, limit, 8192)
-    monkeypatch.setattr(http_pool.HttpPool.send, "__kwdefaults__", {"timeout": None, "most": 8192})
+        monkeypatch.setattr(http_transport, limit, 8192)
+    monkeypatch.setattr(http_transport.HttpPool.send, "__kwdefaults__", {"timeout": None, "most": 8192})
     with pytest.raises(ServerUnreachableError, match="more bytes than any that is expected"):
         list(serving(answer, 60).infer(ModelRequest(model=MODEL, tensors=[], id="", stream=True)))
 

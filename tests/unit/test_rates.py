@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trtserve.store import Store
-from trtserve.store.rates import expected_seconds, read_rates, timed
+from trtserve.store import Store, expected_seconds, read_rates, timed
 
 
 def test_durations_are_predicted_only_from_measurements(tmp_path: Path) -> None:

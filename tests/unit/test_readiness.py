@@ -12,7 +12,7 @@ import pytest
 
 from trtserve.errors import ServerStartError
 from trtserve.process import ProcessId
-from trtserve.server import readiness
+from trtserve.server import start
 
 
 def _server(log: Path, ranks: int) -> tuple[Any, Any]:
@@ -29,10 +29,10 @@ def _myself() -> ProcessId:
 
 def test_a_rank_that_is_gone_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "log").write_text("[1,1]<stderr>:out of memory\n")
-    monkeypatch.setattr(readiness, "rank_processes", lambda _: {0: _myself(), 2: _myself()})
-    monkeypatch.setattr(readiness, "_JOB_END", 0.0)
+    monkeypatch.setattr(start, "rank_processes", lambda _: {0: _myself(), 2: _myself()})
+    monkeypatch.setattr(start, "_JOB_END", 0.0)
     with pytest.raises(ServerStartError, match="Rank 1 of 3 ended while the server became ready") as caught:
-        readiness.require_ranks(*_server(tmp_path / "log", 3))
+        start.require_ranks(*_server(tmp_path / "log", 3))
     assert "out of memory" in caught.value.message
 
 
@@ -41,8 +41,8 @@ def test_complete_or_invisible_ranks_are_accepted(
     ranks: int, found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "log").touch()
-    monkeypatch.setattr(readiness, "rank_processes", lambda _: {rank: _myself() for rank in range(found)})
-    readiness.require_ranks(*_server(tmp_path / "log", ranks))
+    monkeypatch.setattr(start, "rank_processes", lambda _: {rank: _myself() for rank in range(found)})
+    start.require_ranks(*_server(tmp_path / "log", ranks))
 
 
 LOADING = (
@@ -80,10 +80,10 @@ def test_a_triton_among_ranks_that_has_missed_its_stub_is_started_again(
         for rank, loading in models.items()
     }
     now = 0.0
-    monkeypatch.setattr(readiness, "rank_processes", lambda _: servers)
-    monkeypatch.setattr(readiness, "python_stubs", stubs.__getitem__)
-    monkeypatch.setattr(readiness, "tree", lambda _: set())
-    monkeypatch.setattr(readiness, "came_up", lambda *_, **__: False)
+    monkeypatch.setattr(start, "rank_processes", lambda _: servers)
+    monkeypatch.setattr(start, "python_stubs", stubs.__getitem__)
+    monkeypatch.setattr(start, "tree", lambda _: set())
+    monkeypatch.setattr(start, "came_up", lambda *_, **__: False)
     monkeypatch.setattr("trtserve.gateway.standstill.Halts.lasting", lambda *_: [])
     monkeypatch.setattr(ProcessId, "alive", lambda _: True)
     monkeypatch.setattr("trtserve.gateway.standstill.work_done", lambda stub: now if stub.pid // 100 == busy else 0.0)
@@ -91,7 +91,7 @@ def test_a_triton_among_ranks_that_has_missed_its_stub_is_started_again(
     _, plan = _server(tmp_path / "log", 2)
     planned = plan.instances[0]
     planned.container, planned.address, planned.launch.mode = None, None, "leader"
-    waiting = readiness._Waiting(_myself(), planned, frozenset({"tensorrt_llm", "preprocessing"}))
+    waiting = start._Waiting(_myself(), planned, frozenset({"tensorrt_llm", "preprocessing"}))
     error = None
     while error is None and now < 200:
         now += 1.5

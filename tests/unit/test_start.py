@@ -29,9 +29,8 @@ from trtserve.process import ProcessId
 from trtserve.repository.served import inspect_repository
 from trtserve.server.doctor.stub import write_probe_repository
 from trtserve.server.plan import plan_server, with_free_ports
-from trtserve.server.readiness import require_members
 from trtserve.server.repositories import find_repository
-from trtserve.server.start import start_server
+from trtserve.server.start import require_members, start_server
 from trtserve.server.state import state_file, write_state
 from trtserve.server.triton.tritonserver import start_error
 from trtserve.specs import ServerSpec

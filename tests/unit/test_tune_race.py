@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trtserve.pipeline.tuning.race import SURE, Race, Run
+from trtserve.pipeline.tuning.search import SURE, Race, Run
 
 
 def race_of(values: dict[str, list[float]]) -> Race[str]:

@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trtserve.bench.messages import ignores_end, takes_text
-from trtserve.bench.prompts import TextWriter, dataset_traffic
 from trtserve.bench.records import Traffic, TrafficLimits, limits_of_engine, limits_of_repository, override_limits
 from trtserve.bench.statistics import Goals, read_goals
-from trtserve.bench.traffic import WRITTEN, arrival_times, with_cancellations
+from trtserve.bench.traffic import WRITTEN, TextWriter, arrival_times, dataset_traffic, with_cancellations
 from trtserve.bench.transport import LoadTarget, OpenAi, openai_headers
 from trtserve.bench.worker import Load
 from trtserve.client.endpoint import Endpoint

@@ -27,13 +27,12 @@ from trtserve.bench.echo_server import Echo, Spoken, running_echo
 from trtserve.bench.messages import count_answers, takes_text
 from trtserve.bench.monitoring import LoadSampler, queue_wait_ms
 from trtserve.bench.plan import BenchPlan
-from trtserve.bench.processes import run_load
 from trtserve.bench.records import RequestRecord, TrafficRequest, engine_of_repository
 from trtserve.bench.report import BenchReport, brief
 from trtserve.bench.statistics import percentile
 from trtserve.bench.transport import LoadTarget
 from trtserve.bench.verdict import Calibration, Machine, find_machine
-from trtserve.bench.worker import Load
+from trtserve.bench.worker import Load, run_load
 from trtserve.client.grpc_transport import grpc_client
 from trtserve.client.tensors import CORE_MODEL, ModelDescription, ModelRequest, Tensor
 from trtserve.client.transport import SyncClient

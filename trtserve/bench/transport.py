@@ -20,8 +20,7 @@ from trtserve.bench.messages import read_response, read_values, request_message,
 from trtserve.bench.records import DecodedResponse, TrafficRequest
 from trtserve.client.endpoint import Endpoint, explain_rpc_error, plain, silent, unreachable
 from trtserve.client.grpc_transport import open_channel
-from trtserve.client.http_pool import OK, HttpPool, Pressure, http_request
-from trtserve.client.http_transport import generate_body, model_path, tls_context
+from trtserve.client.http_transport import OK, HttpPool, Pressure, generate_body, http_request, model_path, tls_context
 from trtserve.client.tensors import ModelDescription
 from trtserve.errors import RequestError, UsageError
 from trtserve.files import parse_json

@@ -16,8 +16,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from trtserve.client.endpoint import Endpoint, unreachable
-from trtserve.client.http_pool import ConnectTimeoutError, HttpAnswer, HttpPool, http_request
-from trtserve.client.http_transport import tls_context
+from trtserve.client.http_transport import ConnectTimeoutError, HttpAnswer, HttpPool, http_request, tls_context
 from trtserve.errors import UsageError
 from trtserve.files import is_unicode, parse_json, writing
 

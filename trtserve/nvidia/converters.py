@@ -17,12 +17,19 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.checkpoint.unified import read_config
 from trtserve.errors import ConversionError, MissingDependencyError, ModelOptMissingError, TrtserveError, UsageError
-from trtserve.nvidia.containers import ContainerRun, known_container, require_installed_in
+from trtserve.nvidia.containers import (
+    ContainerRun,
+    ToolMemory,
+    announce,
+    known_container,
+    last_lines,
+    require_installed_in,
+    run_tool,
+)
 from trtserve.nvidia.releases import release_of
 from trtserve.nvidia.releases.containers import latest_container
 from trtserve.nvidia.releases.converters import QUANTIZE_SCRIPT, converter_script, launcher_facts, named_script
 from trtserve.nvidia.releases.installed import Installed, installed, interpreter, require_engine_path
-from trtserve.nvidia.tool_run import ToolMemory, announce, last_lines, run_tool
 from trtserve.process import Command
 from trtserve.progress import Progress
 from trtserve.specs import CALIBRATED

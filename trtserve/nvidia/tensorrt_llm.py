@@ -20,17 +20,20 @@ from trtserve.host.machine import format_bytes
 from trtserve.nvidia.build_arguments import BuildLog, build_arguments, duration
 from trtserve.nvidia.containers import (
     ContainerRun,
+    ToolMemory,
+    announce,
     container_name,
     image_of,
     in_container,
+    last_lines,
     require_installed_in,
+    run_tool,
     with_targets,
 )
 from trtserve.nvidia.engine_files import require_engine
 from trtserve.nvidia.releases.containers import all_containers, latest_container
 from trtserve.nvidia.releases.installed import BUILDER, OPTION, Installed, installed, interpreter, require_engine_path
 from trtserve.nvidia.releases.loaders import foreign_keys, model_problems, superset_problem
-from trtserve.nvidia.tool_run import ToolMemory, announce, last_lines, run_tool
 from trtserve.process import Command
 from trtserve.progress import Progress
 from trtserve.specs import BuildSpec

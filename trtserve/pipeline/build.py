@@ -22,8 +22,7 @@ from trtserve.server.engine_fit import serving_note
 from trtserve.specs import BuildSpec
 from trtserve.specs.command_line import PLACE, given_values
 from trtserve.specs.runtime import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, EnginePlan, Runtime
-from trtserve.store import Store, publish
-from trtserve.store.rates import expected_seconds, read_rates, timed
+from trtserve.store import Store, expected_seconds, publish, read_rates, timed
 
 SCHEMA = 5
 

@@ -14,9 +14,8 @@ from trtserve.checkpoint.architectures import FAMILIES
 from trtserve.checkpoint.tensor_files import CODES, numpy_dtype
 from trtserve.errors import ConversionError, UnsupportedModelError, UsageError
 from trtserve.host.machine import format_bytes, require_disk, require_memory
-from trtserve.nvidia.containers import ContainerRun, container_name, image_of, in_container, with_targets
+from trtserve.nvidia.containers import ContainerRun, ToolMemory, container_name, image_of, in_container, with_targets
 from trtserve.nvidia.converters import Toolkit, find_toolkit, needs_calibration, run_converter, tool_command
-from trtserve.nvidia.tool_run import ToolMemory
 from trtserve.pipeline.checkpoint_config import expected_config, resolve_dtype
 from trtserve.pipeline.convert_own import smaller_checkpoint
 from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds

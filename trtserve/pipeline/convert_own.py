@@ -41,8 +41,7 @@ from trtserve.pipeline.checkpoint_config import checkpoint_config, resolve_dtype
 from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds
 from trtserve.progress import Progress
 from trtserve.specs import ConvertSpec
-from trtserve.store import Store
-from trtserve.store.rates import expected_seconds, read_rates, timed
+from trtserve.store import Store, expected_seconds, read_rates, timed
 
 if TYPE_CHECKING:
     from trtserve.checkpoint.architectures.base import Target

@@ -29,8 +29,7 @@ from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds
 from trtserve.progress import SILENT, Progress
 from trtserve.server.engine_fit import fitting_tokens
 from trtserve.specs import CALIBRATED, BuildSpec, ConvertSpec, RuntimeName
-from trtserve.store import Store
-from trtserve.store.rates import expected_seconds, read_rates
+from trtserve.store import Store, expected_seconds, read_rates
 from trtserve.store.sources import parse_source
 
 _REPOSITORY = 2**20

@@ -28,8 +28,7 @@ from trtserve.pipeline.model_files import (
 )
 from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds, StageSummary, destination, summary
 from trtserve.progress import SILENT, Progress, Task
-from trtserve.store import Store, hub, link_or_copy, publish, remote, reusable
-from trtserve.store.rates import expected_seconds, read_rates, timed
+from trtserve.store import Store, expected_seconds, hub, link_or_copy, publish, read_rates, remote, reusable, timed
 from trtserve.store.sources import Source, other_meaning, parse_source
 
 

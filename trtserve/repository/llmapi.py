@@ -33,7 +33,7 @@ from trtserve.repository.publishing import RepositoryPlan, exists
 from trtserve.repository.served import LLMAPI_FILE, device_groups
 from trtserve.repository.tokenizer import check_tokenizer, tokenizer_files
 from trtserve.specs import RepositorySpec
-from trtserve.specs.settings import put_setting, setting_value
+from trtserve.specs.options import put_setting, setting_value
 from trtserve.store import Store, link_or_copy
 from trtserve.store.sources import served_name
 

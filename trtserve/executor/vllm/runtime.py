@@ -16,8 +16,8 @@ from trtserve.executor.vllm.installation import VARIABLE, VllmInstallation, find
 from trtserve.nvidia.releases import LAST_WITH_ENGINES
 from trtserve.specs import BuildSpec, ConvertSpec
 from trtserve.specs.build import Device, DeviceName
+from trtserve.specs.options import put_setting, setting_value
 from trtserve.specs.runtime import CPU_LIMITS, GPU_LIMITS, EngineNeeds, Runtime, resolve_limits
-from trtserve.specs.settings import put_setting, setting_value
 
 # Python, PyTorch and vLLM in three processes before the first weight, measured with vLLM 0.32 on a CPU.
 _PROCESSES = 1_600 * 2**20

@@ -30,7 +30,7 @@ from trtserve.errors import ArtifactError, CheckError, ModelNotFoundError, Trtse
 from trtserve.executor.loaders import read_engine_config
 from trtserve.host.machine import format_bytes, require_memory, to_be_mapped
 from trtserve.pipeline.memory import check_memory
-from trtserve.pipeline.parity import built, constants, converted, original
+from trtserve.pipeline.parity import constants, converted, original
 from trtserve.pipeline.parity.comparison import (
     Differences,
     Judgement,
@@ -191,7 +191,7 @@ def check_engine(
     engine that one process of ours does not run, and what `plan_check` raises.
     """
     began, config = time.monotonic(), read_engine_config(engine)
-    built.require_comparable(engine, config)
+    converted.require_comparable(engine, config)
     plan = plan_check(config.model, model, spec, positions=config.build.max_seq_len, progress=progress)
     said = original.run_original(plan.model, plan.prompts, max_tokens=plan.max_tokens, rounding=None, progress=progress)
     stage = _engine_stage(plan, said, engine, progress)
@@ -222,8 +222,8 @@ def verify_engine(engine: Engine, model: Model, spec: CheckSpec, *, progress: Pr
 
 def _engine_stage(plan: CheckPlan, said: Original, engine: Path, progress: Progress) -> Stage:
     config = read_engine_config(engine)
-    logits = built.logits_of_engine(engine, config, said.answers, progress=progress)
-    bounds = built.bounds_of(config, plan.changes.precision)
+    logits = converted.logits_of_engine(engine, config, said.answers, progress=progress)
+    bounds = converted.bounds_of(config, plan.changes.precision)
     return _stage("engine", bounds, said.answers, logits, experts=plan.changes.experts)
 
 
@@ -240,7 +240,7 @@ def engine_made_of(checkpoint: Artifact, store: Store | None = None) -> Path | N
 
 def _is_own(engine: Path) -> bool:
     with suppress(TrtserveError):  # an engine of TensorRT-LLM
-        return built.obstacle(read_engine_config(engine)) is None
+        return converted.obstacle(read_engine_config(engine)) is None
     return False
 
 

@@ -5,6 +5,10 @@ them for their time, and each corrects the predictions of all. When no lane prom
 is for the race, the best lanes race in fresh trials, each round longer, until the others are significantly worse. Only
 these fresh trials decide: the ones that chose the racers would flatter the luckiest. A race without a winner is not the
 end: what it measured counts, and the search goes on.
+
+In a race a candidate is out when it is significantly worse. Runs of one candidate differ by more than each run shows,
+so the spread between runs is pooled over all candidates with repeated runs. It is at least about the allowance of
+`bench compare` while few were repeated. All statements of one race hold together with 95 % (Bonferroni).
 """
 
 from __future__ import annotations
@@ -17,25 +21,98 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import NormalDist, fmean
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from trtserve.bench.compare import DRIFT
 from trtserve.bench.report import BenchReport
-from trtserve.bench.statistics import Interval
+from trtserve.bench.statistics import LEVEL, Interval, t_quantile
 from trtserve.bench.targets import figure_of
 from trtserve.errors import TrtserveError, UsageError, counted
 from trtserve.files import optional_json_object, write_json
 from trtserve.pipeline.import_spec import as_json
 from trtserve.pipeline.setup_file.content import SearchSetup
-from trtserve.pipeline.tuning.race import SURE, Race, Run
 from trtserve.pipeline.tuning.roofline import ASSUMED, MachineSpeed, SpeedModel
 from trtserve.pipeline.tuning.space import Space, Values, words
 from trtserve.pipeline.tuning.trials import Bench, Trial, Trials
 from trtserve.pipeline.tuning.virtual_engine import Offered, Terms
 from trtserve.progress import SILENT, Progress
 from trtserve.store import Store
+
+Name = TypeVar("Name")
+SURE = 0.98
+"""Level at which a winner replaces what it was compared with: at 95 %, three of a hundred equals did."""
+_ASSUMED = (DRIFT / 2) ** 2
+"""Variance of the logarithm of a run's mean, until runs were repeated."""
+_ASSUMED_DEGREES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One measured value, above 0; larger is better."""
+
+    value: float
+    error: float = 0.0
+    """Relative standard error within the run."""
+
+
+@dataclass
+class Race(Generic[Name]):
+    """The runs of each candidate; `comparisons` is how many statements are made together."""
+
+    comparisons: int
+    runs: dict[Name, list[Run]] = field(default_factory=dict)
+
+    def add(self, name: Name, run: Run) -> None:
+        """Count a run."""
+        self.runs.setdefault(name, []).append(run)
+
+    def mean(self, name: Name) -> float:
+        """Return the geometric mean of a candidate's runs."""
+        return math.exp(fmean(math.log(run.value) for run in self.runs[name]))
+
+    @property
+    def leader(self) -> Name:
+        """The candidate with the highest mean; of equal ones the first."""
+        return max(self.runs, key=self.mean)
+
+    def difference(self, name: Name, other: Name, level: float = LEVEL) -> Interval:
+        """Return the interval of how much better `name` is than `other`, as a part of the latter."""
+        within = fmean(run.error**2 for each in (name, other) for run in self.runs[each])
+        errors = math.sqrt(sum(1 / len(self.runs[each]) for each in (name, other)))
+        quantile = 1 - (1 - level) / (2 * max(1, self.comparisons))
+        half = errors * max(
+            t_quantile(quantile, degrees) * math.sqrt(max(variance, within)) for variance, degrees in self._spreads()
+        )
+        middle = math.log(self.mean(name) / self.mean(other))
+        return math.expm1(middle - half), math.expm1(middle + half)
+
+    def beats(self, name: Name, other: Name, level: float = LEVEL) -> bool:
+        """Return whether `name` is better beyond the uncertainty."""
+        return name != other and self.difference(name, other, level)[0] > 0
+
+    def survivors(self) -> list[Name]:
+        """Return the candidates that the leader does not beat, best first."""
+        leader = self.leader
+        left = [name for name in self.runs if not self.beats(leader, name)]
+        return sorted(left, key=self.mean, reverse=True)
+
+    def _spreads(self) -> list[tuple[float, int]]:
+        """Return variance and degrees of freedom of the logarithms of runs around the means of their candidates.
+
+        That is once as they are, and once with the assumed ones. A few runs may agree by luck, so the wider interval
+        of the two counts.
+        """
+        total, degrees = 0.0, 0
+        for each in self.runs.values():
+            logs = [math.log(run.value) for run in each]
+            total += sum((value - fmean(logs)) ** 2 for value in logs)
+            degrees += len(logs) - 1
+        assumed = (total + _ASSUMED * _ASSUMED_DEGREES) / (degrees + _ASSUMED_DEGREES), degrees + _ASSUMED_DEGREES
+        return [assumed, (total / degrees, degrees)] if degrees else [assumed]
+
 
 RATE_OF = {"throughput": "tokens_per_second", "requests": "requests_per_second"}
 """What is to be large → its figure."""

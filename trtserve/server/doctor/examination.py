@@ -23,7 +23,6 @@ from trtserve.server.doctor import (
     failed,
     look,
     nvidia,
-    programs,
     raise_failed,
     stub,
     system,
@@ -183,11 +182,11 @@ def _pytorch(facts: _Machine, progress: Progress) -> Iterator[CheckResult]:
 
 def _tools(facts: _Machine, progress: Progress) -> Iterator[CheckResult]:
     progress.step("Starting two ranks under mpirun …")
-    yield from look("mpi", "mpirun", lambda: programs.check_mpirun(needed=facts.needs_mpirun))
-    yield from look("tools", "docker", lambda: programs.check_docker(facts.count))
-    yield from look("tools", "Slurm", programs.check_slurm)
-    for name in programs.VERSIONS:
-        yield from look("tools", name, partial(programs.check_version, name))
+    yield from look("mpi", "mpirun", lambda: system.check_mpirun(needed=facts.needs_mpirun))
+    yield from look("tools", "docker", lambda: system.check_docker(facts.count))
+    yield from look("tools", "Slurm", system.check_slurm)
+    for name in system.VERSIONS:
+        yield from look("tools", name, partial(system.check_version, name))
 
 
 def require_machine(store: Store, *, progress: Progress = SILENT) -> None:

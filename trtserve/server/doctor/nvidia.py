@@ -33,7 +33,7 @@ from trtserve.nvidia.releases.installed import BUILDER, Installed, has_engine_pa
 from trtserve.process import Command, run
 from trtserve.repository.profiles import llmapi_model
 from trtserve.server.doctor import ENGINES, GPU, LLMAPI, PYTORCH, TENSORRT_LLM, VLLM, CheckResult, State, report_for
-from trtserve.server.doctor.programs import MARK, found, run_two_ranks
+from trtserve.server.doctor.system import MARK, found, run_two_ranks
 from trtserve.server.triton.installation import find_triton
 
 # More memory than the driver and a display use.
