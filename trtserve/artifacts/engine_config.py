@@ -63,19 +63,15 @@ class EmbeddedKeys:
 
     runtime: str = "tensorrt_llm"
     device: Literal["cpu", "cuda"] = "cpu"
-    plugin: str = "CPU"
-    """OpenVINO's name of the device."""
+    plugin: str = "CPU"  # OpenVINO's name of the device
     compute_precision: str = ""
     kv_precision: str = ""
     mlp: str | None = None
     machine: Mapping[str, Any] | None = None
     windows: tuple[int | None, ...] = ()
-    weights_bytes: int = 0
-    """Of a Hugging Face model that the engine's folder has, like the following keys."""
-    vllm_python: str = ""
-    """The interpreter with vLLM; empty: the one that serves."""
-    engine_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of vLLM's engine that the user gave."""
+    weights_bytes: int = 0  # of a Hugging Face model that the engine's folder has, like the following keys
+    vllm_python: str = ""  # the interpreter with vLLM; empty: the one that serves
+    engine_arguments: Mapping[str, Any] = field(default_factory=dict)  # arguments of vLLM's engine that the user gave
     reads_images: bool = False
 
 

@@ -44,16 +44,12 @@ class Difference:
     name: str
     before: float
     after: float
-    relative: float
-    """(after - before) / before."""
+    relative: float  # (after - before) / before
     interval: Interval | None
     """Of `relative`; None: not enough data. The intervals of all figures hold together with 95 %."""
-    paired: bool
-    """Whether the same requests, or runs that took turns, were compared one by one."""
-    pairs: int
-    """Of runs where there are several, else of requests; without pairs the smaller number of both sides."""
-    runs: tuple[int, int]
-    """Runs before and after."""
+    paired: bool  # whether the same requests, or runs that took turns, were compared one by one
+    pairs: int  # of runs where there are several, else of requests; without pairs the smaller number of both sides
+    runs: tuple[int, int]  # runs before and after
 
     def worse_than(self, allowed: float) -> bool:
         """Return whether the result is worse by more than `allowed`, beyond the uncertainty."""
@@ -202,10 +198,8 @@ class Gap:
 
     name: str
     reason: str
-    first_token_ms: float | None = None
-    """Time that it adds to the first token."""
-    throughput: float | None = None
-    """Factor on output tokens per second; 1 costs nothing."""
+    first_token_ms: float | None = None  # time that it adds to the first token
+    throughput: float | None = None  # factor on output tokens per second; 1 costs nothing
 
 
 def diagnose(in_process: BenchReport, core: BenchReport, measured: BenchReport, repository: Path | None) -> list[Gap]:

@@ -34,18 +34,12 @@ class Echo:
     """What the server answers, and when."""
 
     spoken: Spoken
-    chunks: int = 16
-    """Responses of an answer, each sent by a write of its own."""
-    delay: float = 0.0
-    """Seconds from a request to the first response."""
-    gap: float = 0.0
-    """Seconds between responses."""
-    stall_at: float | None = None
-    """Seconds after the first request at which the server freezes."""
-    stall: float = 0.0
-    """Seconds for which it is frozen: neither reads nor answers."""
-    text: bool = False
-    """Whether the answers are text instead of token ids."""
+    chunks: int = 16  # responses of an answer, each sent by a write of its own
+    delay: float = 0.0  # seconds from a request to the first response
+    gap: float = 0.0  # seconds between responses
+    stall_at: float | None = None  # seconds after the first request at which the server freezes
+    stall: float = 0.0  # seconds for which it is frozen: neither reads nor answers
+    text: bool = False  # whether the answers are text instead of token ids
 
 
 @contextmanager

@@ -147,8 +147,7 @@ Counter = Literal["server", "tokenizer"]
 class AnswerCounts:
     """Tokens of the completed answers and prompts; counts by the server are None where it does not report them."""
 
-    by: Counter
-    """Who counted the output tokens of the report."""
+    by: Counter  # who counted the output tokens of the report
     by_tokenizer: int | None
     by_server: int | None
     prompts_by_tokenizer: int

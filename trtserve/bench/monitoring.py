@@ -90,20 +90,17 @@ class WorkerHealth:
 
     worker: Whole = 0
     seconds: Real = 0.0
-    cpu: Real = 0.0
-    """Share of one core that the process used."""
+    cpu: Real = 0.0  # share of one core that the process used
     loop_lag_p99_ms: Real = 0.0
     """How late the event loop ran a timer; includes the up to 1 ms by which epoll rounds up."""
     loop_lag_max_ms: Real = 0.0
     gc_pause_max_ms: Real = 0.0
-    run_queue_ms: Real = 0.0
-    """Time in which the process could run and the kernel ran others."""
+    run_queue_ms: Real = 0.0  # time in which the process could run and the kernel ran others
     write_blocked_max_ms: Real = 0.0
     """Longest time for which a socket took no more of a request (HTTP; gRPC hides its sockets)."""
     crowded_reads: Whole = 0
     """Reads of events that found 32 KiB or more waiting, so that all of them got one time (HTTP)."""
-    late_connections: Whole = 0
-    """Connections opened inside the window."""
+    late_connections: Whole = 0  # connections opened inside the window
 
 
 @dataclass
@@ -204,8 +201,7 @@ class Samples:
     """Every half second: `time_ns` (monotonic), in_flight, ended, cpu, steal, memory_bytes, and what else was read."""
     server: dict[str, dict[str, Real]] = field(default_factory=dict)
     """Model → counter → growth from the first to the last reading of the metrics page."""
-    others: Real | None = None
-    """Processors that programs besides client and server used on average; None: unknown."""
+    others: Real | None = None  # processors that programs besides client and server used on average; None: unknown
     tokens: dict[str, Real] = field(default_factory=dict)
     """Growth of the core models' token counters: prompt and generated."""
 

@@ -37,15 +37,11 @@ from trtserve.specs import BenchSpec
 class Measured:
     """What is measured, and its tokenizer."""
 
-    target: LoadTarget | None
-    """None if the server did not answer; then the core model is assumed."""
+    target: LoadTarget | None  # None if the server did not answer; then the core model is assumed
     name: str
-    takes_text: bool
-    """Whether prompts are text; a core model gets token ids."""
-    tokenizer: TokenizerFiles | None
-    """None where no tokenizer is needed or none was found."""
-    adds_special_tokens: bool
-    """Whether the server encodes prompts with special tokens."""
+    takes_text: bool  # whether prompts are text; a core model gets token ids
+    tokenizer: TokenizerFiles | None  # None where no tokenizer is needed or none was found
+    adds_special_tokens: bool  # whether the server encodes prompts with special tokens
     limits: TrafficLimits | None = None
     """Limits of an engine in this process; those of a server are in its repository."""
 
@@ -190,10 +186,8 @@ class BenchPlan:
     limits: TrafficLimits
     traffic: Traffic
     goals: Goals
-    offsets: Sequence[float] | None
-    """Send times in seconds after the start (open loop), or None for a closed loop."""
-    concurrency: int | None
-    """Requests in flight: of a closed loop exactly, of an open loop at most (None: no limit)."""
+    offsets: Sequence[float] | None  # send times in seconds after the start (open loop), or None for a closed loop
+    concurrency: int | None  # requests in flight: of a closed loop exactly, of an open loop at most (None: no limit)
     notes: tuple[str, ...]
 
     @property

@@ -534,10 +534,8 @@ class FrontPoint:
     throughput: float
     ms: float
     name: str
-    kind: str
-    """Its colour: whether it was measured and meets the goal."""
-    on_front: bool
-    """Whether no other measured point has more throughput and less latency."""
+    kind: str  # its colour: whether it was measured and meets the goal
+    on_front: bool  # whether no other measured point has more throughput and less latency
 
 
 def write_front(

@@ -32,23 +32,19 @@ class TrafficLimits:
     vocab_size: int | None = None
     max_input_len: int | None = None
     max_seq_len: int | None = None
-    special_ids: frozenset[int] = frozenset()
-    """Special tokens, which random prompts never contain."""
+    special_ids: frozenset[int] = frozenset()  # special tokens, which random prompts never contain
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficRequest:
-    token_ids: npt.NDArray[np.int32]
-    """The prompt [n]; for a text model the ids into which the server encodes `text`."""
-    output_len: int
-    """Number of tokens to generate."""
+    token_ids: npt.NDArray[np.int32]  # the prompt [n]; for a text model the ids into which the server encodes `text`
+    output_len: int  # number of tokens to generate
     text: str | None = None
     end_id: int | None = None
     """Token that ends the answer early; -1: none; None: the model's default (core models have none)."""
     session: int | None = None
     """Conversation that this is a turn of; its turns follow each other, and each continues the answers before it."""
-    cancel_after: int | None = None
-    """Responses after which the client cancels the request."""
+    cancel_after: int | None = None  # responses after which the client cancels the request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +52,9 @@ class Traffic:
     """All requests of a run."""
 
     requests: tuple[TrafficRequest, ...]
-    clipped_inputs: int = 0
-    """Number of prompts that were cut to the engine's limits."""
-    clipped_outputs: int = 0
-    """Number of answers that were shortened to the engine's limits."""
-    offsets: tuple[float, ...] | None = None
-    """Send times of a recorded trace, in seconds after the start."""
+    clipped_inputs: int = 0  # number of prompts that were cut to the engine's limits
+    clipped_outputs: int = 0  # number of answers that were shortened to the engine's limits
+    offsets: tuple[float, ...] | None = None  # send times of a recorded trace, in seconds after the start
     notes: tuple[str, ...] = ()
 
 
@@ -118,18 +111,14 @@ class DecodedResponse:
     """One response, decoded after the run."""
 
     time_ns: int
-    text: str | None = None
-    """New text; None from a model that answers with token ids."""
+    text: str | None = None  # new text; None from a model that answers with token ids
     in_markup: bool = False
     """Whether the text stood in markup (reasoning, calls), whose tokens are counted but are not in the text."""
-    tokens: int | None = None
-    """New tokens, or None where the server does not count them."""
+    tokens: int | None = None  # new tokens, or None where the server does not count them
     prompt_tokens: int | None = None
     finish_reason: str | None = None
-    error: str | None = None
-    """What the server reports instead of an answer."""
-    ids: tuple[int, ...] = ()
-    """New token ids, for the next turn of a conversation."""
+    error: str | None = None  # what the server reports instead of an answer
+    ids: tuple[int, ...] = ()  # new token ids, for the next turn of a conversation
 
 
 @dataclass(kw_only=True)
@@ -139,12 +128,9 @@ class RequestRecord:
     index: Whole
     input_tokens: Count
     requested_tokens: Count
-    worker: Whole = 0
-    """Number of the process that sent it."""
-    intended_ns: Whole = 0
-    """Time of the schedule; in a closed loop the actual send."""
-    sent_ns: Whole | None = None
-    """None if the request was never sent."""
+    worker: Whole = 0  # number of the process that sent it
+    intended_ns: Whole = 0  # time of the schedule; in a closed loop the actual send
+    sent_ns: Whole | None = None  # None if the request was never sent
     ended_ns: Whole = 0
     status: Status = "cancelled"
     error: str | None = None
@@ -153,12 +139,9 @@ class RequestRecord:
     finish_reason: str | None = None
     arrivals: list[tuple[Whole, Count]] = field(default_factory=list)
     """Time (ns) and number of tokens of every response that carried tokens."""
-    server_tokens: Count | None = None
-    """Output tokens by the server's count, or None if it does not count."""
-    tokenizer_tokens: Count | None = None
-    """Tokens of the answer's text by the tokenizer, or None for token ids."""
-    responses: list[DecodedResponse] = field(default_factory=list, repr=False)
-    """What arrived; not part of the file."""
+    server_tokens: Count | None = None  # output tokens by the server's count, or None if it does not count
+    tokenizer_tokens: Count | None = None  # tokens of the answer's text by the tokenizer, or None for token ids
+    responses: list[DecodedResponse] = field(default_factory=list, repr=False)  # what arrived; not part of the file
 
     @property
     def output_tokens(self) -> int:

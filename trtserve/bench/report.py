@@ -45,34 +45,26 @@ Row = tuple[str, str]
 class RunFacts:
     """What was measured and how, as report.json has it."""
 
-    spec: Mapping[str, Any]
-    """What was asked for, with the concurrency that was used."""
+    spec: Mapping[str, Any]  # what was asked for, with the concurrency that was used
     endpoint: str
-    model: str
-    """Name of the model that got the requests."""
+    model: str  # name of the model that got the requests
     protocol: str
     streaming: bool
-    tokens_counted_by: str
-    """`output_ids` (a core model's output), or for a text model `server` or `tokenizer`."""
+    tokens_counted_by: str  # `output_ids` (a core model's output), or for a text model `server` or `tokenizer`
     prompts_sha256: str
-    started: str
-    """UTC, ISO 8601."""
-    runtime: str | None = None
-    """What runs the model, such as `openvino`, if known."""
+    started: str  # UTC, ISO 8601
+    runtime: str | None = None  # what runs the model, such as `openvino`, if known
     precision: Mapping[str, str] = field(default_factory=dict)
     """Precision of the engine's weights, arithmetic and KV cache, as far as known."""
     limits: Mapping[str, Whole | None] = field(default_factory=dict)
     """The engine's limits that the traffic was kept within."""
-    fingerprint: str | None = None
-    """Of the repository or the engine."""
+    fingerprint: str | None = None  # of the repository or the engine
     command: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     machine: Mapping[str, Any] = field(default_factory=dict)
-    bounds: Machine = field(default_factory=Machine)
-    """What the engine's speed cannot exceed."""
+    bounds: Machine = field(default_factory=Machine)  # what the engine's speed cannot exceed
     calibration: Calibration | None = None
-    queue_wait_ms: Real | None = None
-    """Mean wait in the server's own queue, from its metrics."""
+    queue_wait_ms: Real | None = None  # mean wait in the server's own queue, from its metrics
     interrupted: bool = False
     timed_out: bool = False
 

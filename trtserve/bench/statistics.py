@@ -87,14 +87,10 @@ class Distribution:
     failed request. All are None when nothing was observed.
     """
 
-    count: int
-    """Observed values."""
-    censored: int
-    """Values known only to be larger than all observed ones (failed requests)."""
-    mean: float | None = None
-    """Of the observed values."""
-    deviation: float | None = None
-    """Standard deviation of the observed values."""
+    count: int  # observed values
+    censored: int  # values known only to be larger than all observed ones (failed requests)
+    mean: float | None = None  # of the observed values
+    deviation: float | None = None  # standard deviation of the observed values
     minimum: float | None = None
     p50: float | None = None
     p75: float | None = None
@@ -183,41 +179,30 @@ class Statistics:
     """Figures of one measured window."""
 
     counts: Counts
-    total_latency_ms: float
-    """From the first send to the last end."""
+    total_latency_ms: float  # from the first send to the last end
     requests_per_second: float
     output_tokens_per_second: float
-    goodput_per_second: float
-    """Completed answers within all limits of --slo, per second."""
+    goodput_per_second: float  # completed answers within all limits of --slo, per second
     good_answers: int
-    requests_in_flight: float
-    """Average over the window."""
-    latency_ms: Distribution
-    """From the intended send to the end."""
-    latency_from_send_ms: Distribution
-    """From the actual send to the end."""
+    requests_in_flight: float  # average over the window
+    latency_ms: Distribution  # from the intended send to the end
+    latency_from_send_ms: Distribution  # from the actual send to the end
     dispatch_delay_ms: Distribution
     """From the intended to the actual send: the wait in the client's queue, and its own lateness."""
     time_to_first_token_ms: Distribution
-    time_to_second_token_ms: Distribution
-    """From the first to the second response with tokens."""
+    time_to_second_token_ms: Distribution  # from the first to the second response with tokens
     inter_token_ms: Distribution
     """One value per token after the first response; tokens of one response share the gap before it."""
-    inter_response_ms: Distribution
-    """One value per response with tokens after the first."""
-    time_per_output_token_ms: Distribution
-    """(last - first response) / tokens after the first response, per request."""
+    inter_response_ms: Distribution  # one value per response with tokens after the first
+    time_per_output_token_ms: Distribution  # (last - first response) / tokens after the first response, per request
     tokens_per_second_per_user: Distribution
     """Tokens of an answer / its whole time, from the intended send to the end, so that no burst makes it fast."""
     tokens_per_response: float
     input_tokens_per_request: float
     output_tokens_per_request: float
-    short_answers: int
-    """Completed answers without the requested length."""
-    empty_answers: int
-    """Completed answers without a token, which have no time to first token."""
-    delivered_ratio: float | None
-    """Delivered / offered rate of an open loop, or None for a closed one."""
+    short_answers: int  # completed answers without the requested length
+    empty_answers: int  # completed answers without a token, which have no time to first token
+    delivered_ratio: float | None  # delivered / offered rate of an open loop, or None for a closed one
     finish_reasons: Mapping[str, int]
     """Completed answers by reason, most frequent first, or empty where the model does not report it."""
     steady: Steady

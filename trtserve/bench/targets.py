@@ -126,10 +126,8 @@ Answer = Literal["met", "missed", "unclear"]
 class Found:
     """The highest rate that met the goals, and what was in the way of more."""
 
-    rate: float | None
-    """Requests/s; None if no rate met them."""
-    beyond: float | None = None
-    """The lowest rate that did not, or None if all that were tried met them."""
+    rate: float | None  # requests/s; None if no rate met them
+    beyond: float | None = None  # the lowest rate that did not, or None if all that were tried met them
     limited_by: Literal["server", "client"] | None = None
 
 

@@ -154,10 +154,8 @@ class Example:
     """One entry of a dataset."""
 
     prompt: str
-    output: str | None = None
-    """An answer, whose words set the length of ours."""
-    tokens: int | None = None
-    """Tokens to generate, where the entry has the number itself."""
+    output: str | None = None  # an answer, whose words set the length of ours
+    tokens: int | None = None  # tokens to generate, where the entry has the number itself
 
     def output_len(self, tokens_per_word: float, default: float) -> int:
         """Tokens to generate: words (split at single spaces, as upstream does) times `tokens_per_word`."""

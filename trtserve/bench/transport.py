@@ -35,11 +35,9 @@ Chunk = tuple[int, Any]
 class OpenAi:
     """A server with OpenAI's API."""
 
-    url: str
-    """Base address, such as `http://localhost:8000/v1`."""
+    url: str  # base address, such as `http://localhost:8000/v1`
     model: str
-    chat: bool = False
-    """Send prompts to /chat/completions instead of /completions."""
+    chat: bool = False  # send prompts to /chat/completions instead of /completions
     ignore_eos: bool = True
     """Send `ignore_eos` and `min_tokens`, which vLLM, SGLang and TensorRT-LLM know and OpenAI itself refuses."""
 
@@ -51,11 +49,9 @@ class LoadTarget:
     protocol: ProtocolName
     endpoint: Endpoint
     model: ModelDescription
-    streams: bool
-    """Whether answers arrive piece by piece."""
+    streams: bool  # whether answers arrive piece by piece
     openai: OpenAi | None = None
-    engine: Path | None = None
-    """The engine to run in this process."""
+    engine: Path | None = None  # the engine to run in this process
     tokenizer: Path | None = None
 
     @property

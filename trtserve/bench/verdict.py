@@ -38,8 +38,7 @@ _WEIGHTS = ("*.bin", "*.safetensors", "*.engine")
 class Machine:
     """What bounds the engine's speed; None where unknown."""
 
-    weight_bytes: Count | None = None
-    """Bytes that every step reads."""
+    weight_bytes: Count | None = None  # bytes that every step reads
     bytes_per_second: Positive | None = None
     operations_per_second: Positive | None = None
 
@@ -77,14 +76,11 @@ class Calibration:
     protocol: str
     workers: Whole
     responses_per_answer: Count
-    answers_per_second: Positive
-    """Highest rate of answers with this many responses."""
-    dispatch_p50_ms: Real
-    """How late requests are sent at a moderate rate."""
+    answers_per_second: Positive  # highest rate of answers with this many responses
+    dispatch_p50_ms: Real  # how late requests are sent at a moderate rate
     dispatch_p99_ms: Real
     dispatch_max_ms: Real
-    floor_p50_ms: Real
-    """From the intended send to the first response of a server that needs no time."""
+    floor_p50_ms: Real  # from the intended send to the first response of a server that needs no time
     floor_p99_ms: Real
 
     def capacity(self, responses: float) -> float:
@@ -211,12 +207,9 @@ class Surroundings:
     """What else used the processors of the client's machine."""
 
     processors: int | None = None
-    load: float = 0.0
-    """The system's load average."""
-    others: float | None = None
-    """Processors that programs besides client and server used on average; None: unknown."""
-    server: bool = False
-    """Whether the server is on this machine too."""
+    load: float = 0.0  # the system's load average
+    others: float | None = None  # processors that programs besides client and server used on average; None: unknown
+    server: bool = False  # whether the server is on this machine too
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,8 +50,7 @@ class Load:
     """Send times in seconds after the start (open loop), or None for a closed loop; one for each conversation."""
     concurrency: int | None = None
     timeout: float = 600.0
-    may_be_empty: bool = False
-    """Whether an answer without tokens counts as complete, since the model may end at once."""
+    may_be_empty: bool = False  # whether an answer without tokens counts as complete, since the model may end at once
 
     def conversations(self) -> list[list[tuple[int, TrafficRequest]]]:
         """Return the numbered requests; the turns of a conversation stay together."""
@@ -66,8 +65,7 @@ class Share:
 
     worker: int
     conversations: Sequence[Sequence[tuple[int, TrafficRequest]]]
-    load: Load
-    """Warm-up, times and concurrency of this worker; its requests are in the conversations."""
+    load: Load  # Warm-up, times and concurrency of this worker; its requests are in the conversations
 
 
 def shares(load: Load, count: int) -> list[Share]:
@@ -400,13 +398,10 @@ class LoadOutcome:
     """Records in the order of the requests, and how the run ended."""
 
     records: list[RequestRecord]
-    interrupted: bool = False
-    """By the user."""
-    timed_out: bool = False
-    """By the time limit."""
+    interrupted: bool = False  # by the user
+    timed_out: bool = False  # by the time limit
     health: Sequence[WorkerHealth] = ()
-    start_ns: int = 0
-    """Time 0 of the schedule."""
+    start_ns: int = 0  # time 0 of the schedule
 
 
 def run_load(load: Load, *, workers: int = 1, sampler: LoadSampler | None = None) -> LoadOutcome:

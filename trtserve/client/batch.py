@@ -37,8 +37,7 @@ class BatchRequest:
 
     custom_id: str
     url: str
-    at: int
-    """Where the line begins, in bytes: bodies are read when they are sent."""
+    at: int  # where the line begins, in bytes: bodies are read when they are sent
 
 
 def is_batch(path: Path) -> bool:

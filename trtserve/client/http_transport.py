@@ -69,22 +69,17 @@ class ConnectTimeoutError(asyncio.TimeoutError):
 @dataclass(frozen=True, kw_only=True)
 class HttpAnswer:
     status: int
-    headers: Mapping[bytes, bytes]
-    """By their names in small letters."""
-    body: bytes
-    """What was not handed over as an event."""
-    time_ns: int
-    """When its last bytes arrived."""
+    headers: Mapping[bytes, bytes]  # by their names in small letters
+    body: bytes  # what was not handed over as an event
+    time_ns: int  # when its last bytes arrived
 
 
 @dataclass(kw_only=True)
 class Pressure:
     """What the sockets of a load generator held up; it stays zero where a library hides them (gRPC)."""
 
-    write_blocked_max_ns: int = 0
-    """Longest time for which a socket took no more of a request."""
-    crowded_reads: int = 0
-    """Reads of events that found `CROWDED` bytes or more waiting."""
+    write_blocked_max_ns: int = 0  # longest time for which a socket took no more of a request
+    crowded_reads: int = 0  # reads of events that found `CROWDED` bytes or more waiting
 
 
 OnEvent = Callable[[int, bytes], bool]

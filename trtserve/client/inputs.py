@@ -38,10 +38,8 @@ class RequestContext:
     spec: QuerySpec
     model: ModelDescription
     prompts: PreparedPrompts
-    tokenizer: TokenizerFiles | None = None
-    """The server's tokenizer, if its files are available on this machine."""
-    repository: Path | None = None
-    """The server's repository, if it is on this machine."""
+    tokenizer: TokenizerFiles | None = None  # the server's tokenizer, if its files are available on this machine
+    repository: Path | None = None  # the server's repository, if it is on this machine
 
     @property
     def streams(self) -> bool:

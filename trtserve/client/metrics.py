@@ -65,8 +65,7 @@ class ModelMetrics:
 
     model: str
     version: str
-    values: Mapping[str, float]
-    """The `nv_inference_…` families without that prefix, summed over other labels."""
+    values: Mapping[str, float]  # the `nv_inference_…` families without that prefix, summed over other labels
 
     def mean_ms(self, duration: str) -> float | None:
         """Return mean milliseconds per successful request of a cumulative `duration`, or None before the first."""
@@ -176,13 +175,10 @@ class Heartbeat:
 
     model: str
     pid: int
-    time: float
-    """When it was written, in seconds of the monotonic clock; an executor writes twice a second."""
-    moved: float
-    """When the executor last made a step or had nothing to do."""
+    time: float  # when it was written, in seconds of the monotonic clock; an executor writes twice a second
+    moved: float  # when the executor last made a step or had nothing to do
     open_requests: int
-    failure: str | None
-    """Why the executor has stopped working for good."""
+    failure: str | None  # why the executor has stopped working for good
 
     @property
     def ailment(self) -> str:

@@ -217,12 +217,10 @@ class AnswerTimes:
     """What one answer took."""
 
     seconds: float
-    first: float | None
-    """Seconds until the first text, or None without any."""
+    first: float | None  # seconds until the first text, or None without any
     tokens: int | None
     """Generated tokens, or None where the server does not count them and for an answer that was stopped."""
-    thought: float = 0.0
-    """The share of thoughts in the characters of the answer."""
+    thought: float = 0.0  # the share of thoughts in the characters of the answer
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -247,8 +245,7 @@ class Conversation:
     server: Endpoint
     history: list[Mapping[str, str]] = field(default_factory=list)
     times: list[AnswerTimes] = field(default_factory=list)
-    asked: str | None = None
-    """The last question, whether it was answered or not."""
+    asked: str | None = None  # the last question, whether it was answered or not
     filter: Callable[[RequestContext], TextFilter | None] | None = None
     """What tells the thoughts of an answer from its text; they are not remembered."""
 

@@ -42,10 +42,8 @@ class TensorDescription:
     """The declaration of a model's input or output."""
 
     name: str
-    datatype: str
-    """Triton type without `TYPE_`; BYTES for strings."""
-    dims: tuple[int, ...]
-    """Without the batch axis."""
+    datatype: str  # Triton type without `TYPE_`; BYTES for strings
+    dims: tuple[int, ...]  # without the batch axis
     optional: bool = False
 
     def __str__(self) -> str:
@@ -58,10 +56,8 @@ class Tensor:
 
     name: str
     datatype: str
-    shape: tuple[int, ...]
-    """With the batch axis."""
-    values: Sequence[Any] | npt.NDArray[Any]
-    """Flat; an array of any shape is flattened."""
+    shape: tuple[int, ...]  # with the batch axis
+    values: Sequence[Any] | npt.NDArray[Any]  # flat; an array of any shape is flattened
 
     def raw(self) -> bytes:
         """Return the content in KServe's raw form: little-endian numbers; strings after their 4-byte length."""
@@ -179,10 +175,8 @@ class ModelRequest:
     tensors: Sequence[Tensor]
     id: str
     stream: bool = False
-    outputs: Sequence[str] = ()
-    """The outputs that the answer has; empty: all."""
-    timeout: float | None = None
-    """Seconds until the answer must be there, instead of the client's own limit."""
+    outputs: Sequence[str] = ()  # the outputs that the answer has; empty: all
+    timeout: float | None = None  # seconds until the answer must be there, instead of the client's own limit
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -218,8 +218,7 @@ class PreparedPrompts:
     token_ids: tuple[tuple[int, ...], ...] = ()
     end_words: tuple[str, ...] = ()
     """Texts of the tokens that end an answer in addition to the one that the server knows."""
-    end_ids: tuple[int, ...] = ()
-    """The ids that end an answer, for a core model, which knows none."""
+    end_ids: tuple[int, ...] = ()  # the ids that end an answer, for a core model, which knows none
 
     @property
     def rows(self) -> int:

@@ -152,10 +152,8 @@ def require_gpus(wanted: int, available: int, gpus: Sequence[int] = ()) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    devices: tuple[int, ...]
-    """nvidia-smi's numbers, in CUDA's order."""
-    stopped: str = ""
-    """Why the end of the list is ignored, or empty when all of it counts."""
+    devices: tuple[int, ...]  # nvidia-smi's numbers, in CUDA's order
+    stopped: str = ""  # why the end of the list is ignored, or empty when all of it counts
 
 
 def shown_devices(text: str, uuids: Sequence[str]) -> Shown | None:
@@ -202,32 +200,23 @@ def _is_uuid(entry: str) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class Driver:
     version: str
-    cuda: tuple[int, int] | None = None
-    """The newest CUDA that it reports to run; None: unknown."""
+    cuda: tuple[int, int] | None = None  # the newest CUDA that it reports to run; None: unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """One GPU. Memory is in bytes, and 0 when the driver does not report it."""
 
-    index: int
-    """nvidia-smi's number."""
+    index: int  # nvidia-smi's number
     name: str
-    capability: str
-    """Compute capability, such as 9.0."""
-    memory: int
-    """Total memory."""
-    used: int
-    """Memory that programs hold."""
-    free: int
-    """Memory that programs can still take; the driver keeps a part for itself."""
-    driver: str
-    """Version of the driver."""
+    capability: str  # compute capability, such as 9.0
+    memory: int  # total memory
+    used: int  # memory that programs hold
+    free: int  # memory that programs can still take; the driver keeps a part for itself
+    driver: str  # version of the driver
     uuid: str = ""
-    mig: bool | None = None
-    """Whether it is split into partitions; None: not reported."""
-    persistence: bool | None = None
-    """Whether the driver stays loaded; None: not reported."""
+    mig: bool | None = None  # whether it is split into partitions; None: not reported
+    persistence: bool | None = None  # whether the driver stays loaded; None: not reported
     errors: int | None = None
     """Memory errors since the driver was loaded that ECC could not correct; None: not reported."""
 

@@ -215,8 +215,7 @@ def format_bytes(count: float) -> str:
 @dataclass(frozen=True, kw_only=True)
 class _MemoryGroup:
     limit: int
-    used: int
-    """Without the page cache that the kernel can drop."""
+    used: int  # without the page cache that the kernel can drop
 
 
 def _memory_groups() -> Iterator[_MemoryGroup]:

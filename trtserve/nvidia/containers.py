@@ -70,18 +70,12 @@ class ContainerRun:
     """How docker runs a command in a container."""
 
     image: str
-    name: str
-    """Name by which the container is stopped."""
-    read_only: tuple[Path, ...] = ()
-    """Folders and files of this machine that are visible at the same paths inside."""
-    writable: tuple[Path, ...] = ()
-    """Folders and files that the command may change, mounted in the same way."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables in addition to the command's own."""
-    flags: tuple[str, ...] = ()
-    """Further flags of `docker run`, after all others."""
-    shm_gib: int = SHM_GIB
-    """Size of /dev/shm in GiB."""
+    name: str  # name by which the container is stopped
+    read_only: tuple[Path, ...] = ()  # folders and files of this machine that are visible at the same paths inside
+    writable: tuple[Path, ...] = ()  # folders and files that the command may change, mounted in the same way
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables in addition to the command's own
+    flags: tuple[str, ...] = ()  # further flags of `docker run`, after all others
+    shm_gib: int = SHM_GIB  # size of /dev/shm in GiB
 
 
 def is_tag(text: str) -> bool:
@@ -329,12 +323,9 @@ _NO_GPU_MEMORY = re.compile(r"out of memory|GPU memory", re.IGNORECASE)
 class ToolMemory:
     """How much memory a tool needs, for the error that it ran out."""
 
-    words: str
-    """The start of a sentence that goes on with the free memory."""
-    advice: str
-    """What to do when the host's memory ran out."""
-    gpu_advice: str
-    """What to do when the GPU's memory ran out."""
+    words: str  # the start of a sentence that goes on with the free memory
+    advice: str  # what to do when the host's memory ran out
+    gpu_advice: str  # what to do when the GPU's memory ran out
 
 
 def announce(command: Command, box: ContainerRun | None, progress: Progress) -> Command:

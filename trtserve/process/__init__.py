@@ -47,8 +47,7 @@ class Command:
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables that are added to the environment of this process."""
-    cwd: Path | None = None
-    """Working directory; None: that of this process."""
+    cwd: Path | None = None  # working directory; None: that of this process
 
     def __str__(self) -> str:
         """Return the command as one line for a POSIX shell."""
@@ -67,8 +66,7 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class Completed:
-    code: int
-    """Exit code; negative: the signal that killed it."""
+    code: int  # exit code; negative: the signal that killed it
     stdout: str
     stderr: str
 
@@ -361,10 +359,8 @@ def environment_of(identity: ProcessId) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    memory: int
-    """Resident memory in bytes."""
-    cpu: float
-    """CPU time in percent of one core."""
+    memory: int  # resident memory in bytes
+    cpu: float  # CPU time in percent of one core
 
 
 def usage(identities: Collection[ProcessId]) -> dict[ProcessId, Usage]:

@@ -36,11 +36,9 @@ _POLL = 0.1
 class Report:
     """One line of the pipe, as JSON."""
 
-    kind: str
-    """`step`, `warn`, `task`, `at`, `end`, `ready`, or the class of the error that ended the start."""
+    kind: str  # `step`, `warn`, `task`, `at`, `end`, `ready`, or the class of the error that ended the start
     text: str = ""
-    number: int = 0
-    """Of a task: how much work it is; of `at`: how much more is done."""
+    number: int = 0  # of a task: how much work it is; of `at`: how much more is done
     unit: Unit = "items"
     hint: str | None = None
     log: Path | None = None

@@ -42,8 +42,7 @@ _POLL = 0.05
 @dataclass(frozen=True, kw_only=True)
 class GatewayPlan:
     settings: GatewaySettings
-    file: Path
-    """Where the settings are written."""
+    file: Path  # where the settings are written
     log: Path
     key: str | None = field(default=None, repr=False)
     """API key that is written to the settings' key file, or None when the user has such a file."""

@@ -65,12 +65,9 @@ class ManyPlan:
     name: str
     spec: ServerSpec
     many: ManySpec
-    imports: Collection[str]
-    """Names of the imports."""
-    models: dict[str, tuple[ModelRepository, ServedRepository]]
-    """Name in every API → its repository."""
-    budget: int
-    """Bytes that all loaded models may take."""
+    imports: Collection[str]  # names of the imports
+    models: dict[str, tuple[ModelRepository, ServedRepository]]  # name in every API → its repository
+    budget: int  # bytes that all loaded models may take
     front: GatewayPlan
     store: Store
 

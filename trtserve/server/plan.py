@@ -49,14 +49,11 @@ _LARGEST_PORT = 65535
 
 @dataclass(frozen=True, kw_only=True)
 class InstancePlan:
-    address: Address
-    """Where it listens."""
+    address: Address  # where it listens
     log: Path
     launch: Launch
-    container: ContainerRun | None = None
-    """The container that the launch runs in."""
-    gateway: GatewayPlan | None = None
-    """What answers HTTP clients, or None when Triton does so itself."""
+    container: ContainerRun | None = None  # the container that the launch runs in
+    gateway: GatewayPlan | None = None  # what answers HTTP clients, or None when Triton does so itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +63,11 @@ class ServerPlan:
     name: str
     repository: ModelRepository
     spec: ServerSpec
-    served: ServedRepository
-    """What the files of the repository say."""
+    served: ServedRepository  # what the files of the repository say
     triton: Triton
-    shm_prefix: str
-    """Start of the names of all shared-memory regions."""
+    shm_prefix: str  # start of the names of all shared-memory regions
     instances: tuple[InstancePlan, ...]
-    proxy: GatewayPlan | None = None
-    """The gateway in front of several instances."""
+    proxy: GatewayPlan | None = None  # the gateway in front of several instances
     bindings: BindingsEnvironment | None = None
     """The Python environment of models that import TensorRT-LLM's bindings."""
     store: Store

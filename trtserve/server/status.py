@@ -52,17 +52,13 @@ _RATES = {
 class Ended:
     """A part of a server that will not work again by itself."""
 
-    what: str
-    """A sentence without its subject's name and full stop."""
+    what: str  # a sentence without its subject's name and full stop
     log: Path
     instance: Instance | None = None
     """The instance whose log explains it; None for a gateway, which has a log of its own."""
-    ranks: Sequence[int] = ()
-    """Its ranks that had ended by then."""
-    explained: bool = False
-    """Whether `what` says why, and no log has to."""
-    standing: Sequence[ProcessId] = ()
-    """Its processes that live, but would not end in order either."""
+    ranks: Sequence[int] = ()  # its ranks that had ended by then
+    explained: bool = False  # whether `what` says why, and no log has to
+    standing: Sequence[ProcessId] = ()  # its processes that live, but would not end in order either
 
 
 def ended(server: Server, store: Store) -> Ended | None:
@@ -163,21 +159,16 @@ def died_error(server: Server, end: Ended) -> ServerDiedError:
 class Status:
     server: Server
     state: State
-    reason: str
-    """Why it is not ready; empty while it is ready, and when it was stopped."""
-    log: Path
-    """Log of the part that has failed, else of the first instance."""
-    models: Mapping[str, str] = field(default_factory=dict)
-    """Triton's state of each model."""
-    uptime: float | None = None
-    """Seconds since it became ready."""
+    reason: str  # why it is not ready; empty while it is ready, and when it was stopped
+    log: Path  # log of the part that has failed, else of the first instance
+    models: Mapping[str, str] = field(default_factory=dict)  # Triton's state of each model
+    uptime: float | None = None  # seconds since it became ready
     requests: Mapping[str, int] = field(default_factory=dict)
     """Requests of the core models: `running` now and `finished` since Triton was started."""
     precision: Mapping[str, str] = field(default_factory=dict)
     kv_blocks: Mapping[str, int] = field(default_factory=dict)
     """KV cache blocks by kind, as the core model counts them."""
-    ignored_parameters: tuple[str, ...] = ()
-    """Parameters that the repository sets and that its runtime ignores."""
+    ignored_parameters: tuple[str, ...] = ()  # parameters that the repository sets and that its runtime ignores
     warnings: tuple[str, ...] = ()
 
 
@@ -272,17 +263,14 @@ def _served(server: Server) -> ServedRepository | None:
 class MetricsSource:
     name: str
     address: Address
-    server: Server | None = None
-    """The server behind the port, if `store` has a record of it."""
+    server: Server | None = None  # the server behind the port, if `store` has a record of it
     store: Store = field(default_factory=Store)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    seconds: float
-    """Monotonic time of the reading."""
-    text: str
-    """The metrics page as the server wrote it."""
+    seconds: float  # monotonic time of the reading
+    text: str  # the metrics page as the server wrote it
     core: tuple[CoreMetrics, ...]
     models: tuple[ModelMetrics, ...]
     gpus: tuple[GpuMetrics, ...] = ()

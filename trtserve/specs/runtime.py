@@ -176,16 +176,12 @@ class Runtime:
     """
 
     name: ClassVar[str]
-    requirements: ClassVar[frozenset[Requirement]]
-    """What `trtserve doctor` looks for on its behalf."""
-    extra: ClassVar[str] = ""
-    """Extra of trtserve that installs what it needs here."""
+    requirements: ClassVar[frozenset[Requirement]]  # what `trtserve doctor` looks for on its behalf
+    extra: ClassVar[str] = ""  # extra of trtserve that installs what it needs here
     folder_loader: ClassVar[str] = ""
     """What loads a Hugging Face folder, so that nothing is converted or built; empty for a runtime with engines."""
-    folder_as_engine: ClassVar[bool] = False
-    """Whether the Triton models of an engine serve such a folder."""
-    narrower: ClassVar[str] = ""
-    """Options of `convert` with which float weights become smaller in its engines."""
+    folder_as_engine: ClassVar[bool] = False  # whether the Triton models of an engine serve such a folder
+    narrower: ClassVar[str] = ""  # options of `convert` with which float weights become smaller in its engines
     float32_scales: ClassVar[bool] = False
     """Whether its engines keep the scales of int8 and int4 codes in float32, those of int4 for each group of inputs."""
     latent_once: ClassVar[bool] = False
@@ -201,11 +197,9 @@ class Runtime:
         },
     }
     """What `tune` tries unless a setup file says otherwise; nothing that makes answers worse."""
-    gpu_limits: ClassVar[Limits] = TRTLLM_LIMITS
-    """Default limits on GPUs; the model may allow less."""
+    gpu_limits: ClassVar[Limits] = TRTLLM_LIMITS  # default limits on GPUs; the model may allow less
 
-    devices: ClassVar[tuple[DeviceName, ...]] = ("cuda",)
-    """What `--device` may be."""
+    devices: ClassVar[tuple[DeviceName, ...]] = ("cuda",)  # what `--device` may be
 
     def device(self, asked: DeviceName | None = None) -> Device:
         """Return where its engines run when `--device` is `asked`."""

@@ -30,8 +30,7 @@ class GpuKind:
 
     nodes: _Some
     per_node: Annotated[int, Meta(ge=1, le=64)] = 8
-    price: _Amount = 0.0
-    """Of a GPU for an hour."""
+    price: _Amount = 0.0  # of a GPU for an hour
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +41,7 @@ class SpeedFigures:
     sequence_ms: _Amount
     prompt_token_ms: _Amount
     request_ms: _Amount = 0.0
-    error: _Share = 0.1
-    """How far these figures may be off, as a part."""
+    error: _Share = 0.1  # how far these figures may be off, as a part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,21 +51,15 @@ class ShapeOption:
     gpu: str
     gpus: _Some = 1
     max_batch_size: Annotated[int, Meta(ge=1, le=4096)]
-    measured: tuple[Path, ...] = ()
-    """Results of `bench` of one replica, at two or more loads."""
+    measured: tuple[Path, ...] = ()  # results of `bench` of one replica, at two or more loads
     speed: SpeedFigures | None = None
-    load_seconds: _Amount = 120.0
-    """From the start of a replica to its first answer."""
+    load_seconds: _Amount = 120.0  # from the start of a replica to its first answer
     manifest: Path | None = None
     """What `start --kubernetes` wrote for one replica, from which the objects of the fleet are made."""
-    job: Path | None = None
-    """What `start --slurm` wrote for one replica."""
-    model: str | None = None
-    """Model of the hub, for llm-d's chart and NVIDIA Dynamo."""
-    model_size: str = "200Gi"
-    """Room for its files in llm-d."""
-    image: str = "vllm/vllm-openai:latest"
-    """What serves it in llm-d."""
+    job: Path | None = None  # what `start --slurm` wrote for one replica
+    model: str | None = None  # model of the hub, for llm-d's chart and NVIDIA Dynamo
+    model_size: str = "200Gi"  # room for its files in llm-d
+    image: str = "vllm/vllm-openai:latest"  # what serves it in llm-d
     dynamo_image: str = "nvcr.io/nvidia/ai-dynamo/vllm-runtime:1.5.1"
     """What serves it in Dynamo, whose operator wants a version as its tag."""
 
@@ -76,28 +68,22 @@ class ShapeOption:
 class FleetTraffic:
     """What arrives."""
 
-    requests_per_second: _Time
-    """In the busiest hour."""
-    day: Hours = (1.0,) * 24
-    """Of each hour, as a part of the busiest one."""
+    requests_per_second: _Time  # in the busiest hour
+    day: Hours = (1.0,) * 24  # of each hour, as a part of the busiest one
     input_tokens: _Time
     output_tokens: _Time
-    variation: _Amount = 0.5
-    """Standard deviation of lengths ÷ their mean."""
+    variation: _Amount = 0.5  # standard deviation of lengths ÷ their mean
     burstiness: Annotated[float, Meta(ge=1, le=1000)] = 1.0
     """Variance of the requests in a second ÷ their mean; 1 is Poisson."""
-    shared_prefix: _Share = 0.0
-    """Part of a prompt that other requests begin with too."""
-    prefixes: _Some = 100
-    """How many such prefixes there are."""
+    shared_prefix: _Share = 0.0  # part of a prompt that other requests begin with too
+    prefixes: _Some = 100  # how many such prefixes there are
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRate:
     """How often nodes fail."""
 
-    node_hours: _Time = 5000.0
-    """Mean time between failures of one node."""
+    node_hours: _Time = 5000.0  # mean time between failures of one node
     repair_minutes: _Amount = 30.0
 
 
@@ -106,8 +92,7 @@ class RollingUpdate:
     """A new version, replica by replica."""
 
     hour: Annotated[float, Meta(ge=0, lt=24)] = 10.0
-    at_once: _Share = 0.05
-    """Part of the replicas that are updated together."""
+    at_once: _Share = 0.05  # part of the replicas that are updated together
     drain_seconds: _Amount = 60.0
 
 
@@ -121,8 +106,7 @@ class Fleet:
     traffic: FleetTraffic
     failures: FailureRate | None = None
     update: RollingUpdate | None = None
-    limits_ms: Mapping[str, float] = field(default_factory=dict)
-    """The goal, as it was read."""
+    limits_ms: Mapping[str, float] = field(default_factory=dict)  # the goal, as it was read
 
 
 def read_fleet(path: Path) -> Fleet:

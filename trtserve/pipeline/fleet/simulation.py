@@ -34,29 +34,20 @@ _BUCKETS = 1000  # 10 µs to an hour
 class ReplicaSpeed:
     """How long a replica takes, in seconds."""
 
-    step: float
-    """A step of one token, besides its sequences."""
-    sequence: float
-    """Each sequence in a step."""
-    prompt_token: float
-    """Each token of a prompt that is not in the cache."""
-    request: float
-    """Each request, besides its tokens: transport and tokenising. It delays that request only."""
-    slots: int
-    """Sequences in a step; further requests wait."""
+    step: float  # a step of one token, besides its sequences
+    sequence: float  # each sequence in a step
+    prompt_token: float  # each token of a prompt that is not in the cache
+    request: float  # each request, besides its tokens: transport and tokenising. It delays that request only.
+    slots: int  # sequences in a step; further requests wait
 
 
 class Arrivals(NamedTuple):
     """Requests in order of time."""
 
-    times: Floats
-    """Seconds after the start [n]."""
-    prompts: Floats
-    """Tokens [n]."""
-    answers: Floats
-    """Tokens [n], at least 1."""
-    shared: Floats
-    """Tokens of the prompt that another request may have left in a cache [n]."""
+    times: Floats  # seconds after the start [n]
+    prompts: Floats  # tokens [n]
+    answers: Floats  # tokens [n], at least 1
+    shared: Floats  # tokens of the prompt that another request may have left in a cache [n]
 
 
 @dataclass(frozen=True, order=True)
@@ -95,20 +86,15 @@ class Simulated:
 
     requests: int = 0
     completed: int = 0
-    failed: int = 0
-    """Answers that were cut off by a failure or an update."""
+    failed: int = 0  # answers that were cut off by a failure or an update
     tokens: float = 0.0
     events: int = 0
     cached_tokens: float = 0.0
-    first: Histogram = field(default_factory=Histogram)
-    """Times to the first token."""
-    gap: Histogram = field(default_factory=Histogram)
-    """Times between tokens."""
-    hours: dict[int, Histogram] = field(default_factory=dict)
-    """Hour → times to the first token."""
+    first: Histogram = field(default_factory=Histogram)  # times to the first token
+    gap: Histogram = field(default_factory=Histogram)  # times between tokens
+    hours: dict[int, Histogram] = field(default_factory=dict)  # hour → times to the first token
     longest_queue: int = 0
-    busy: float = 0.0
-    """Seconds of all replicas with at least one sequence."""
+    busy: float = 0.0  # seconds of all replicas with at least one sequence
     seconds: float = 0.0
 
 

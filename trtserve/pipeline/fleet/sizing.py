@@ -35,10 +35,8 @@ has more, only the first minutes of each hour are simulated."""
 class Waits:
     """Times of one number of replicas, in milliseconds, by the queueing model; without end when overloaded."""
 
-    figures: Mapping[str, float]
-    """ttft_p50, ttft_p99, itl_p50, itl_p99."""
-    batch: float
-    """Mean sequences in a step."""
+    figures: Mapping[str, float]  # ttft_p50, ttft_p99, itl_p50, itl_p99
+    batch: float  # mean sequences in a step
 
     def meets(self, limits: Mapping[str, float]) -> bool:
         """Return whether all limits are met."""
@@ -50,19 +48,13 @@ class Sized:
     """A shape, and what it takes to meet the goal in the busiest hour."""
 
     shape: str
-    replicas: int
-    """With each its own queue, and figures as bad as they may be."""
-    fewest: int
-    """With one queue for all, and figures as good as they may be."""
-    spare: int
-    """Further replicas, for nodes that are down and replicas that are updated."""
-    nodes: int
-    """For all replicas and spare ones."""
+    replicas: int  # with each its own queue, and figures as bad as they may be
+    fewest: int  # with one queue for all, and figures as good as they may be
+    spare: int  # further replicas, for nodes that are down and replicas that are updated
+    nodes: int  # for all replicas and spare ones
     available: int
-    price: float
-    """Of an hour."""
-    expected: Waits
-    """With `replicas`, each with its own queue."""
+    price: float  # of an hour
+    expected: Waits  # with `replicas`, each with its own queue
     pooled: Waits
 
     @property
@@ -266,10 +258,8 @@ class SimulatedDay:
 
     found: Simulated
     replicas: int
-    part: float
-    """Part of the replicas, with the same part of the requests."""
-    minutes: float
-    """Of each hour."""
+    part: float  # part of the replicas, with the same part of the requests
+    minutes: float  # of each hour
 
 
 def simulate(fleet: Fleet, sized: Sized, *, hours: int = 24, seed: int = 0) -> SimulatedDay:

@@ -61,8 +61,7 @@ class ModelSetup:
     name: str
     source: str
     tokenizer: str | None
-    draft: str | None
-    """Name of another model of the file."""
+    draft: str | None  # name of another model of the file
     convert: ConvertSpec
     build: BuildSpec
     repository: RepositorySpec
@@ -72,20 +71,17 @@ class ModelSetup:
 class ClusterSetup:
     """The cluster for which a server's job or manifest is written."""
 
-    kind: str
-    """A key of `trtserve.specs.cluster.OPTIONS`."""
+    kind: str  # a key of `trtserve.specs.cluster.OPTIONS`
     spec: ClusterSpec
     options: SlurmOptions | KubernetesOptions
-    place: Path
-    """Folder of the job, or file of the manifest."""
+    place: Path  # folder of the job, or file of the manifest
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSetup:
     model: str
     spec: ServerSpec
-    cluster: ClusterSetup | None = None
-    """None for a server on this machine."""
+    cluster: ClusterSetup | None = None  # None for a server on this machine
 
     @property
     def name(self) -> str:
@@ -100,8 +96,7 @@ class BenchmarkSetup:
     name: str
     server: str
     spec: BenchSpec
-    strict: bool
-    """Whether a verdict other than `valid` is an error."""
+    strict: bool  # whether a verdict other than `valid` is an error
     requirements: Mapping[str, float]  # as `read_requirements` returns them
     out: Path | None
 
@@ -110,13 +105,10 @@ class BenchmarkSetup:
 class SearchSetup:
     """A search of the file, which `tune` runs."""
 
-    benchmark: BenchmarkSetup
-    """What is sent to each server that is tried."""
+    benchmark: BenchmarkSetup  # what is sent to each server that is tried
     goal: Mapping[str, float]  # as `read_goal` returns it
-    aim: str
-    """One of AIMS."""
-    ranges: Mapping[str, tuple[Any, ...]]
-    """Option → values; empty: those of the runtime."""
+    aim: str  # one of AIMS
+    ranges: Mapping[str, tuple[Any, ...]]  # option → values; empty: those of the runtime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +116,7 @@ class Setup:
     """What a setup file asks for."""
 
     path: Path
-    models: tuple[ModelSetup, ...]
-    """Each after the model that drafts for it."""
+    models: tuple[ModelSetup, ...]  # each after the model that drafts for it
     servers: tuple[ServerSetup, ...]
     benchmarks: tuple[BenchmarkSetup, ...] = ()
     searches: tuple[SearchSetup, ...] = ()

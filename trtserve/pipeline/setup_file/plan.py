@@ -48,8 +48,7 @@ class PlannedModel:
 
     setup: ModelSetup
     plan: ImportPlan
-    waits_for_draft: bool
-    """Whether its repository can be planned only when the engine of its draft model exists."""
+    waits_for_draft: bool  # whether its repository can be planned only when the engine of its draft model exists
 
     def stages(self) -> list[StageSummary]:
         """Return the stages in order, as a dry run shows them."""
@@ -82,8 +81,7 @@ class PlannedServer:
     """A server of the file, and what has to be done about it."""
 
     setup: ServerSetup
-    action: Action
-    """`write` is for the files of a cluster."""
+    action: Action  # `write` is for the files of a cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +90,7 @@ class SetupPlan:
 
     models: tuple[PlannedModel, ...]
     servers: tuple[PlannedServer, ...]
-    benchmarks: tuple[BenchmarkSetup, ...] = ()
-    """What is measured when all servers are ready."""
+    benchmarks: tuple[BenchmarkSetup, ...] = ()  # what is measured when all servers are ready
     store: Store
 
     @property
@@ -116,10 +113,8 @@ class SetupPlan:
 class Brought:
     """What `up` has brought up."""
 
-    servers: tuple[Server, ...]
-    """Ready servers on this machine."""
-    jobs: tuple[WrittenJob, ...]
-    """Servers that a cluster starts."""
+    servers: tuple[Server, ...]  # ready servers on this machine
+    jobs: tuple[WrittenJob, ...]  # servers that a cluster starts
 
 
 def plan_setup(setup: Setup, *, store: Store | None = None, progress: Progress = SILENT) -> SetupPlan:

@@ -36,10 +36,8 @@ class TuneAnswer:
 
     goal: str
     aim: str
-    best: str | None
-    """Configuration and load; None: nothing meets the goal."""
-    values: Mapping[str, Any]
-    """Options that differ from the file."""
+    best: str | None  # configuration and load; None: nothing meets the goal
+    values: Mapping[str, Any]  # options that differ from the file
     load: Mapping[str, Any]
     rate: float
     gain: tuple[float, float] | None
@@ -51,10 +49,8 @@ class TuneAnswer:
     seconds: float
     errors: Mapping[str, Mapping[str, float | None]]
     """Median relative error of the predictions: figure → `first` (before any trial) and `later` (after three)."""
-    under: Mapping[str, str]
-    """Each goal alone → the best configuration that was measured under it."""
-    more: Mapping[str, str]
-    """What a second machine or GPU is expected to give."""
+    under: Mapping[str, str]  # each goal alone → the best configuration that was measured under it
+    more: Mapping[str, str]  # what a second machine or GPU is expected to give
     refused: Mapping[str, str]
     failed: Mapping[str, str]
 

@@ -52,19 +52,13 @@ _SCALES = (0.5, 1.0, 2.0)
 class MachineSpeed:
     """What a runtime reaches on this machine."""
 
-    bytes_per_second: float
-    """At which weights are read when one token is computed."""
-    operations_per_second: float
-    """In matrices of many tokens."""
-    step_seconds: float
-    """Of a step of the engine besides its matrices."""
-    sequence_seconds: float
-    """Of each sequence in a step: choosing, streaming and counting its token."""
-    request_seconds: float
-    """Of each request before the engine has it: transport, tokenising."""
+    bytes_per_second: float  # at which weights are read when one token is computed
+    operations_per_second: float  # in matrices of many tokens
+    step_seconds: float  # of a step of the engine besides its matrices
+    sequence_seconds: float  # of each sequence in a step: choosing, streaming and counting its token
+    request_seconds: float  # of each request before the engine has it: transport, tokenising
     device: str = ""
-    measured: str = ""
-    """UTC, ISO 8601."""
+    measured: str = ""  # UTC, ISO 8601
 
     @classmethod
     def read(cls, runtime: str, store: Store) -> MachineSpeed | None:
@@ -100,14 +94,12 @@ class ModelShape:
     """What a configuration has to read and compute, on each rank."""
 
     weight_bytes: float
-    kv_bytes: float
-    """Of a token in the KV cache."""
+    kv_bytes: float  # of a token in the KV cache
     parameters: float
     max_batch_size: int
     max_num_tokens: int
     replicas: int = 1
-    kind: str = ""
-    """What else makes the engine, such as its runtime and data type; each kind has weights of its own."""
+    kind: str = ""  # what else makes the engine, such as its runtime and data type; each kind has weights of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +108,8 @@ class Prediction:
 
     requests_per_second: float
     tokens_per_second: float
-    run: VirtualRun
-    """Of one replica."""
-    held_back: bool = False
-    """Whether it is as fast as requests come."""
+    run: VirtualRun  # of one replica
+    held_back: bool = False  # whether it is as fast as requests come
 
     def figure(self, name: str) -> float:
         """Return a figure by the name of its limit, such as ttft_p99 or tokens_per_second; times in milliseconds."""
@@ -141,14 +131,11 @@ class Prediction:
 class _Points:
     """Figures of lanes, in rows: what the Gaussian process knows of them."""
 
-    place: Terms
-    """Logarithms of batch, tokens of a step and load; [rows, 3]."""
-    terms: Terms
-    """By which part of itself a figure grows with each term; [rows, 5]."""
+    place: Terms  # logarithms of batch, tokens of a step and load; [rows, 3]
+    terms: Terms  # by which part of itself a figure grows with each term; [rows, 5]
     kind: npt.NDArray[np.str_]
     name: npt.NDArray[np.str_]
-    mean: Terms
-    """Logarithm of the figure where all weights are 1."""
+    mean: Terms  # logarithm of the figure where all weights are 1
 
     def misfit(self) -> Terms:
         return np.array([_MISFIT[_sort(name)] for name in self.name])
@@ -183,8 +170,7 @@ class SpeedModel:
     _seen: list[tuple[ModelShape, Offered, str, float]] = field(default_factory=list)
     """Shape, load, figure, and the logarithm of what was measured."""
     _noise: list[float] = field(default_factory=list)
-    _weights: dict[str, Terms] = field(default_factory=dict)
-    """Kind of engine → logarithm of the weight of each term."""
+    _weights: dict[str, Terms] = field(default_factory=dict)  # kind of engine → logarithm of the weight of each term
     _runs: dict[tuple[ModelShape, Offered], tuple[Prediction, Terms]] = field(default_factory=dict)
     """Predictions, and the weights that they were made with."""
     _scales: tuple[float, float] = (1.0, 1.0)

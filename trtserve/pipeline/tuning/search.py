@@ -54,8 +54,7 @@ class Run:
     """One measured value, above 0; larger is better."""
 
     value: float
-    error: float = 0.0
-    """Relative standard error within the run."""
+    error: float = 0.0  # relative standard error within the run
 
 
 @dataclass
@@ -166,20 +165,15 @@ class Goal:
 class Outcome:
     """What a search has found."""
 
-    best: Trial | None = None
-    """The last trial of the lane that won; None: no lane meets the goal."""
-    value: float = 0.0
-    """Its rate, over its trials in the race."""
+    best: Trial | None = None  # the last trial of the lane that won; None: no lane meets the goal
+    value: float = 0.0  # its rate, over its trials in the race
     own: float | None = None
     """The rate of the file's own configuration in the race, at its best load; None: it misses the goal."""
     gain: Interval | None = None
     """How much better it is than the file's own configuration; None: that one won, or misses the goal."""
-    nearest: Trial | None = None
-    """The trial that came closest to the goal, where none meets it."""
-    reasons: list[str] = field(default_factory=list)
-    """Why the search ended, and what was left out."""
-    failed: dict[str, str] = field(default_factory=dict)
-    """Configuration → why it could not be built or started."""
+    nearest: Trial | None = None  # the trial that came closest to the goal, where none meets it
+    reasons: list[str] = field(default_factory=list)  # why the search ended, and what was left out
+    failed: dict[str, str] = field(default_factory=dict)  # configuration → why it could not be built or started
 
 
 def prepare(

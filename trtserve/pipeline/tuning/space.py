@@ -66,10 +66,8 @@ class Space:
     server: ServerSetup
     candidates: tuple[Candidate, ...]
     loads: tuple[Values, ...]
-    current: Mapping[str, Any]
-    """The file's own value of every option."""
-    refused: Mapping[str, str]
-    """Configuration → why it cannot work."""
+    current: Mapping[str, Any]  # the file's own value of every option
+    refused: Mapping[str, str]  # configuration → why it cannot work
 
 
 def words(values: Values) -> str:

@@ -54,10 +54,8 @@ class Trial:
     load: Values
     report: BenchReport
     folder: Path
-    seconds: float
-    """How long it took, with the start of its server and what had to be built."""
-    earlier: bool
-    """Whether an earlier run of the search measured it."""
+    seconds: float  # how long it took, with the start of its server and what had to be built
+    earlier: bool  # whether an earlier run of the search measured it
 
     @property
     def name(self) -> str:
@@ -121,8 +119,7 @@ class Trials:
     folder: Path
     spec: BenchSpec
     bench: Bench
-    used: float = 0.0
-    """Seconds of all trials, also those of earlier runs."""
+    used: float = 0.0  # seconds of all trials, also those of earlier runs
     done: list[Trial] = field(default_factory=list)
     clock: Callable[[], float] = time.monotonic
 

@@ -44,8 +44,7 @@ class _Request:
 
     prompt: int
     answer: int
-    length: int
-    """Tokens of prompt and answer."""
+    length: int  # tokens of prompt and answer
     ready: float = 0.0
     sent: float = 0.0
     first: float = 0.0
@@ -56,20 +55,13 @@ class _Request:
 class VirtualRun:
     """What happened to the requests of one engine; an event is some equal steps, or waiting."""
 
-    times: Terms
-    """Seconds at which each request was sent, had its first token, and ended; [requests, 3]."""
-    tokens: Terms
-    """Of each answer; [requests]."""
-    clocks: Terms
-    """Seconds before each event and after the last one; [events + 1]."""
-    costs: Terms
-    """Of one step of each event; [events, terms]."""
-    steps: Terms
-    """[events]"""
-    given: Terms
-    """Tokens that came, and those of them that follow another one of their answer; [events, 2]."""
-    sending: int
-    """Events until the last request was sent."""
+    times: Terms  # seconds at which each request was sent, had its first token, and ended; [requests, 3]
+    tokens: Terms  # of each answer; [requests]
+    clocks: Terms  # seconds before each event and after the last one; [events + 1]
+    costs: Terms  # of one step of each event; [events, terms]
+    steps: Terms  # [events]
+    given: Terms  # tokens that came, and those of them that follow another one of their answer; [events, 2]
+    sending: int  # events until the last request was sent
 
     @cached_property
     def spent(self) -> Terms:

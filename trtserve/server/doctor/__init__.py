@@ -33,8 +33,7 @@ class CheckResult:
     name: str
     state: State
     evidence: str
-    fix: str = ""
-    """What to do, or empty when the state is ok."""
+    fix: str = ""  # what to do, or empty when the state is ok
     needed_by: frozenset[str] = NONE
     """Runtimes that cannot work when it has failed; for others the failure becomes `unneeded`."""
 

@@ -35,8 +35,7 @@ from trtserve.store import Store
 @dataclass(frozen=True, kw_only=True)
 class Examination:
     runtime: str
-    reason: str
-    """Why this runtime was chosen."""
+    reason: str  # why this runtime was chosen
     findings: tuple[CheckResult, ...]
 
     @property
@@ -48,10 +47,8 @@ class Examination:
 @dataclass(frozen=True, kw_only=True)
 class _Machine:
     gpus: Gpus | None
-    here: Installed | None
-    """The installed TensorRT-LLM."""
-    wanted: Installed | None
-    """The TensorRT-LLM that should run here."""
+    here: Installed | None  # the installed TensorRT-LLM
+    wanted: Installed | None  # the TensorRT-LLM that should run here
 
     @property
     def count(self) -> int:

@@ -383,8 +383,7 @@ def _version(mpirun: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TwoRanks:
-    code: int | None
-    """Exit code of mpirun, or None when it was stopped after the timeout."""
+    code: int | None  # exit code of mpirun, or None when it was stopped after the timeout
     output: str
 
     @property

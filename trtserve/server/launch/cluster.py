@@ -33,18 +33,13 @@ _MARK = "Written by `trtserve start --"
 class ClusterJob:
     """The files that start a server on other machines, before they are written."""
 
-    files: Mapping[Path, str]
-    """Text of each file; the first one is what sbatch or kubectl is given."""
-    logs: Path | None = None
-    """Folder that is created for logs; Slurm does not create it."""
-    command: str = ""
-    """What the user runs to start the server."""
+    files: Mapping[Path, str]  # text of each file; the first one is what sbatch or kubectl is given
+    logs: Path | None = None  # folder that is created for logs; Slurm does not create it
+    command: str = ""  # what the user runs to start the server
     engines: Sequence[EngineNodes] = ()
     """Engines in the repository whose config.json must state the GPUs of the cluster's nodes."""
-    record: Mapping[str, Any] = field(default_factory=dict)
-    """What --json prints of the files."""
-    notes: Sequence[str] = ()
-    """What the user should know about the files."""
+    record: Mapping[str, Any] = field(default_factory=dict)  # what --json prints of the files
+    notes: Sequence[str] = ()  # what the user should know about the files
     submit: Callable[[], Submitted] | None = None
     """Hands the written files to the cluster, if its options have `submit`."""
 
@@ -61,8 +56,7 @@ class ClusterJob:
 @dataclass(frozen=True, kw_only=True)
 class Submitted:
     number: str
-    next_steps: Sequence[str]
-    """Lines that say how to follow it."""
+    next_steps: Sequence[str]  # lines that say how to follow it
 
 
 class Cluster(Protocol):

@@ -34,43 +34,28 @@ IMAGE_PYTHON = "/usr/bin/python3"
 class LaunchSetup:
     """What every launch mode composes its commands from."""
 
-    executable: str = TRITONSERVER
-    """Path of tritonserver where the server will run."""
+    executable: str = TRITONSERVER  # path of tritonserver where the server will run
     repository: Path
     address: Address
-    release: str = NEWEST
-    """TensorRT-LLM release whose launch script is followed."""
-    shm_prefix: str
-    """Start of the names of this launch's shared-memory regions; each rank adds its number."""
-    core_models: tuple[str, ...] = (CORE_MODEL,)
-    """Models that ranks other than 0 load."""
-    gpus: tuple[int, ...] = ()
-    """Devices that the processes may see; empty: all."""
-    backends: Path | None = None
-    """Folder of Triton's backends; None: the installation's own."""
-    pool_bytes: int = 0
-    """CUDA memory pool of GPU 0 on rank 0, in bytes."""
-    exit_timeout: int = EXIT_TIMEOUT
-    """Seconds that tritonserver has to finish its requests before it ends."""
-    oversubscribe: bool = False
-    """Whether mpirun may start more ranks than there are cores."""
+    release: str = NEWEST  # TensorRT-LLM release whose launch script is followed
+    shm_prefix: str  # start of the names of this launch's shared-memory regions; each rank adds its number
+    core_models: tuple[str, ...] = (CORE_MODEL,)  # models that ranks other than 0 load
+    gpus: tuple[int, ...] = ()  # devices that the processes may see; empty: all
+    backends: Path | None = None  # folder of Triton's backends; None: the installation's own
+    pool_bytes: int = 0  # CUDA memory pool of GPU 0 on rank 0, in bytes
+    exit_timeout: int = EXIT_TIMEOUT  # seconds that tritonserver has to finish its requests before it ends
+    oversubscribe: bool = False  # whether mpirun may start more ranks than there are cores
     mpirun: str = "mpirun"
-    bound: bool = True
-    """Whether mpirun binds each rank to cores; with two ranks it gives each a single core."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of every rank, besides those of the mode."""
-    completes: bool = False
-    """Whether Triton's backends complete the configurations, as NVIDIA's `vllm` must."""
-    arguments: tuple[str, ...] = ()
-    """Further arguments of tritonserver, after all others."""
+    bound: bool = True  # whether mpirun binds each rank to cores; with two ranks it gives each a single core
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables of every rank, besides those of the mode
+    completes: bool = False  # whether Triton's backends complete the configurations, as NVIDIA's `vllm` must
+    arguments: tuple[str, ...] = ()  # further arguments of tritonserver, after all others
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    mode: str
-    """A key of `modes.MODES`."""
-    command: Command
-    """Starts all ranks on this machine."""
+    mode: str  # a key of `modes.MODES`
+    command: Command  # starts all ranks on this machine
     groups: tuple[tuple[str, ...], ...]
     """Command line of each rank, so that srun, a container or Kubernetes can start the same ranks."""
 

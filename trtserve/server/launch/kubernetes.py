@@ -47,12 +47,9 @@ _LONGEST_NAME = 50
 @dataclass(frozen=True, kw_only=True)
 class KubernetesSpec(KubernetesOptions):
     nodes: int = option(1, help="Pods of one server.", minimum=1)
-    gpus_per_node: int | None = None
-    """GPUs of each pod; None: one for each rank."""
-    replicas: int = 1
-    """Number of servers."""
-    ready_timeout: float = 600.0
-    """Seconds that a server may take to load its models."""
+    gpus_per_node: int | None = None  # GPUs of each pod; None: one for each rank
+    replicas: int = 1  # number of servers
+    ready_timeout: float = 600.0  # seconds that a server may take to load its models
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -39,8 +39,7 @@ from trtserve.specs import ServerSpec
 
 
 class LaunchMode(ABC):
-    name: str
-    """What `start --dry-run` and the state file call it."""
+    name: str  # what `start --dry-run` and the state file call it
 
     @abstractmethod
     def serves(self, served: ServedRepository, spec: ServerSpec) -> bool:

@@ -61,8 +61,7 @@ class Image:
     """The container of every task, as the plug-in pyxis takes it."""
 
     name: str
-    mounts: tuple[Path, ...] = ()
-    """Folders that are visible at the same paths inside."""
+    mounts: tuple[Path, ...] = ()  # folders that are visible at the same paths inside
 
     @property
     def argument(self) -> str:

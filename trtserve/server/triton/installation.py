@@ -29,8 +29,7 @@ _ALLOWED = re.compile(r"[A-Za-z0-9_./+,:@%=-]")
 @dataclass(frozen=True, kw_only=True)
 class Triton:
     executable: Path
-    backends: Path
-    """Folder with one folder per backend."""
+    backends: Path  # folder with one folder per backend
     package: Path | None = None
     """Folder of the nvidia-pytriton wheel, or None for a system installation.
 

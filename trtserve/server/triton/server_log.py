@@ -49,8 +49,7 @@ _KEPT = 3
 class LoadFailure:
     """One reason why the server did not start."""
 
-    model: str | None
-    """None when it concerns the server."""
+    model: str | None  # None when it concerns the server
     message: str
 
     def __str__(self) -> str:
@@ -144,8 +143,7 @@ def plain(line: str) -> str:
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
     rank: int
-    code: int
-    """Exit code, negative for a signal."""
+    code: int  # exit code, negative for a signal
 
     @property
     def sentence(self) -> str:

@@ -47,8 +47,7 @@ def unique_prefix(name: str) -> str:
 @dataclass(frozen=True, kw_only=True)
 class Address:
     host: str
-    http_port: int
-    """Port that HTTP clients use."""
+    http_port: int  # port that HTTP clients use
     grpc_port: int
     metrics_port: int
     inner_http_port: int | None = None
