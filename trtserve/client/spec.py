@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,12 +18,14 @@ from trtserve.errors import UsageError
 from trtserve.specs.options import UINT64, Option, Spec, option, options_of, read_value
 
 LENGTH = "Length and words"
+_length = partial(option, panel=LENGTH)
 SAMPLING = "Sampling"
-SEQUENCES = "Sequences and beams"
-RETURNED = "What is returned"
+_sampling = partial(option, panel=SAMPLING)
+_sequences = partial(option, panel="Sequences and beams")
+_returned = partial(option, panel="What is returned")
 GUIDES = "Guided decoding"
-ADAPTERS = "Adapters and prompt tables"
-DRAFTS = "Speculative decoding"
+_adapters = partial(option, panel="Adapters and prompt tables")
+_drafts = partial(option, panel="Speculative decoding")
 
 Guide = Literal["json", "json_schema", "regex", "ebnf_grammar"]
 
@@ -31,7 +34,7 @@ Guide = Literal["json", "json_schema", "regex", "ebnf_grammar"]
 class RequestOptions(Spec):
     """What one request asks for; options at their default are left to the server."""
 
-    max_tokens: int | None = option(
+    max_tokens: int | None = _length(
         None,
         "--max-tokens",
         "--request-output-len",
@@ -40,107 +43,81 @@ class RequestOptions(Spec):
         tensors=("max_tokens", "request_output_len"),
         help="Most new tokens; the engine may allow fewer.",
         minimum=1,
-        panel=LENGTH,
         metavar="TOKENS",
         unset="256",
         common=True,
     )
-    min_tokens: int | None = option(
+    min_tokens: int | None = _length(
         None,
         "--min-tokens",
         "--min-length",
         tensors=("min_tokens", "min_length"),
         help="Fewest new tokens.",
         minimum=0,
-        panel=LENGTH,
         metavar="TOKENS",
     )
-    stop_words: tuple[str, ...] = option(
+    stop_words: tuple[str, ...] = _length(
         (),
         tensors=("stop_words", "stop_words_list"),
         help="End the answer after this text; repeatable.",
         direct=False,
-        panel=LENGTH,
         metavar="TEXT",
         common=True,
     )
-    bad_words: tuple[str, ...] = option(
+    bad_words: tuple[str, ...] = _length(
         (),
         tensors=("bad_words", "bad_words_list"),
         help="Never generate this text; repeatable.",
         direct=False,
-        panel=LENGTH,
         metavar="TEXT",
     )
-    embedding_bias: tuple[str, ...] = option(
+    embedding_bias: tuple[str, ...] = _length(
         (),
         tensors=("embedding_bias_words", "embedding_bias_weights", "embedding_bias"),
         metavar="WORD=WEIGHT",
         help="Add WEIGHT to the logits of the word's tokens; repeatable.",
         direct=False,
-        panel=LENGTH,
     )
-    embedding_bias_words: tuple[str, ...] = option(
-        (), help="Words to bias, as in NVIDIA's client; repeatable.", direct=False, panel=LENGTH
+    embedding_bias_words: tuple[str, ...] = _length(
+        (), help="Words to bias, as in NVIDIA's client; repeatable.", direct=False
     )
-    embedding_bias_weights: tuple[float, ...] = option(
-        (), help="Weight of each of these words; repeatable.", direct=False, panel=LENGTH
+    embedding_bias_weights: tuple[float, ...] = _length(
+        (), help="Weight of each of these words; repeatable.", direct=False
     )
-    end_id: int | None = option(
-        None, help="Token id that ends the answer; -1: none.", minimum=-1, panel=LENGTH, metavar="ID"
+    end_id: int | None = _length(None, help="Token id that ends the answer; -1: none.", minimum=-1, metavar="ID")
+    pad_id: int | None = _length(None, help="Token id that pads shorter rows of a batch.", minimum=-1, metavar="ID")
+    temperature: float | None = _sampling(
+        None, help="Sampling temperature; with `query` also give --top-k or --top-p.", minimum=0, common=True
     )
-    pad_id: int | None = option(
-        None, help="Token id that pads shorter rows of a batch.", minimum=-1, panel=LENGTH, metavar="ID"
-    )
-    temperature: float | None = option(
-        None,
-        help="Sampling temperature; with `query` also give --top-k or --top-p.",
-        minimum=0,
-        panel=SAMPLING,
-        common=True,
-    )
-    top_k: int | None = option(
+    top_k: int | None = _sampling(
         None,
         tensors=("top_k", "runtime_top_k"),
         help="Sample from the k likeliest tokens; 0: all.",
         minimum=0,
-        panel=SAMPLING,
         common=True,
     )
-    top_p: float | None = option(
+    top_p: float | None = _sampling(
         None,
         tensors=("top_p", "runtime_top_p"),
         help="Sample from the likeliest tokens with this total probability; 0: off.",
         minimum=0,
         maximum=1,
-        panel=SAMPLING,
         common=True,
     )
-    top_p_min: float | None = option(
-        None,
-        tensors=("runtime_top_p_min",),
-        help="Lowest value that decay may bring --top-p to.",
-        minimum=0,
-        maximum=1,
-        panel=SAMPLING,
+    top_p_min: float | None = _sampling(
+        None, tensors=("runtime_top_p_min",), help="Lowest value that decay may bring --top-p to.", minimum=0, maximum=1
     )
-    top_p_decay: float | None = option(
-        None,
-        tensors=("runtime_top_p_decay",),
-        help="Multiply --top-p by this after every token.",
-        minimum=0,
-        maximum=1,
-        panel=SAMPLING,
+    top_p_decay: float | None = _sampling(
+        None, tensors=("runtime_top_p_decay",), help="Multiply --top-p by this after every token.", minimum=0, maximum=1
     )
-    top_p_reset_ids: int | None = option(
+    top_p_reset_ids: int | None = _sampling(
         None,
         tensors=("runtime_top_p_reset_ids",),
         help="Token id that resets --top-p to its first value.",
         minimum=0,
-        panel=SAMPLING,
         metavar="ID",
     )
-    seed: int | None = option(
+    seed: int | None = _sampling(
         None,
         "--seed",
         "--random-seed",
@@ -148,55 +125,42 @@ class RequestOptions(Spec):
         help="Seed of sampling: the same seed gives the same answer, if no 8-bit KV cache is reused.",
         minimum=0,
         maximum=UINT64,
-        panel=SAMPLING,
         unset="0",
         common=True,
     )
-    repetition_penalty: float | None = option(
-        None, help="Divide the logits of tokens seen before by this; 1: off.", minimum=0, panel=SAMPLING
+    repetition_penalty: float | None = _sampling(
+        None, help="Divide the logits of tokens seen before by this; 1: off.", minimum=0
     )
-    presence_penalty: float | None = option(
-        None, help="Subtract this from the logits of generated tokens.", panel=SAMPLING
+    presence_penalty: float | None = _sampling(None, help="Subtract this from the logits of generated tokens.")
+    frequency_penalty: float | None = _sampling(None, help="Subtract this once for each time a token was generated.")
+    beam_width: int | None = _sequences(
+        None, "--beam-width", "-b", help="Beams of a beam search; the engine sets a limit.", minimum=1
     )
-    frequency_penalty: float | None = option(
-        None, help="Subtract this once for each time a token was generated.", panel=SAMPLING
-    )
-    beam_width: int | None = option(
-        None, "--beam-width", "-b", help="Beams of a beam search; the engine sets a limit.", minimum=1, panel=SEQUENCES
-    )
-    length_penalty: float | None = option(
+    length_penalty: float | None = _sequences(
         None,
         "--length-penalty",
         "--len-penalty",
         tensors=("length_penalty", "len_penalty"),
         help="Rank beams by their probability divided by length to this power.",
-        panel=SEQUENCES,
     )
-    early_stopping: bool = option(
-        False, help="End a beam search as soon as enough beams are complete.", panel=SEQUENCES
+    early_stopping: bool = _sequences(False, help="End a beam search as soon as enough beams are complete.")
+    beam_search_diversity_rate: float | None = _sequences(None, help="Penalty that makes beams differ.", minimum=0)
+    num_return_sequences: int | None = _sequences(
+        None, "--num-return-sequences", "-n", help="Samples per prompt.", minimum=1
     )
-    beam_search_diversity_rate: float | None = option(
-        None, help="Penalty that makes beams differ.", minimum=0, panel=SEQUENCES
-    )
-    num_return_sequences: int | None = option(
-        None, "--num-return-sequences", "-n", help="Samples per prompt.", minimum=1, panel=SEQUENCES
-    )
-    return_log_probs: bool = option(False, help="Return log-probabilities of the generated tokens.", panel=RETURNED)
-    return_context_logits: bool = option(False, help="Return logits of the prompt.", panel=RETURNED)
-    return_generation_logits: bool = option(False, help="Return logits of the generated tokens.", panel=RETURNED)
-    return_perf_metrics: bool = option(
+    return_log_probs: bool = _returned(False, help="Return log-probabilities of the generated tokens.")
+    return_context_logits: bool = _returned(False, help="Return logits of the prompt.")
+    return_generation_logits: bool = _returned(False, help="Return logits of the generated tokens.")
+    return_perf_metrics: bool = _returned(
         False,
         "--return-perf-metrics",
         "--return-kv-cache-reuse-stats",
         tensors=("return_perf_metrics", "return_kv_cache_reuse_stats"),
         help="Return times, KV cache blocks and draft acceptance of the request.",
-        panel=RETURNED,
     )
-    return_num_input_tokens: bool = option(False, help="Return the number of prompt tokens.", panel=RETURNED)
-    return_num_output_tokens: bool = option(
-        False,
-        help="Return the number of generated tokens; always requested if the model has this input.",
-        panel=RETURNED,
+    return_num_input_tokens: bool = _returned(False, help="Return the number of prompt tokens.")
+    return_num_output_tokens: bool = _returned(
+        False, help="Return the number of generated tokens; always requested if the model has this input."
     )
     guide_type: Guide | None = option(
         None,
@@ -215,80 +179,70 @@ class RequestOptions(Spec):
         direct=False,
         panel=GUIDES,
     )
-    lora: str | None = option(
+    lora: str | None = _adapters(
         None,
         tensors=("lora_name", "lora_task_id", "lora_weights", "lora_config"),
         metavar="NAME",
         help="Name of an adapter in the repository.",
         direct=False,
-        panel=ADAPTERS,
     )
-    lora_path: Path | None = option(
+    lora_path: Path | None = _adapters(
         None,
         tensors=("lora_weights", "lora_config"),
         metavar="DIR",
         help="Folder with model.lora_weights.npy and model.lora_config.npy.",
         direct=False,
-        panel=ADAPTERS,
     )
-    lora_task_id: int | None = option(
+    lora_task_id: int | None = _adapters(
         None,
         help="Number of the adapter; without --lora-path the server must have it cached.",
         minimum=0,
         maximum=UINT64,
-        panel=ADAPTERS,
     )
-    prompt_embedding_table_path: Path | None = option(
+    prompt_embedding_table_path: Path | None = _adapters(
         None,
         tensors=("prompt_embedding_table", "prompt_vocab_size"),
         metavar="FILE",
         help=".npy file of a p-tuned prompt with the axes tasks, rows, hidden.",
         direct=False,
-        panel=ADAPTERS,
     )
-    prompt_task_id: int | None = option(
-        None, tensors=(), help="Task of the table.", minimum=0, direct=False, panel=ADAPTERS, unset="the first"
+    prompt_task_id: int | None = _adapters(
+        None, tensors=(), help="Task of the table.", minimum=0, direct=False, unset="the first"
     )
-    prompt_table_extra_id: int | None = option(
+    prompt_table_extra_id: int | None = _adapters(
         None,
         tensors=("prompt_table_extra_id", "prompt_table_extra_ids"),
         help="Number that keeps prompt tables apart for KV cache reuse.",
         minimum=0,
         maximum=UINT64,
         direct=False,
-        panel=ADAPTERS,
     )
-    vocab_size: int | None = option(
+    vocab_size: int | None = _adapters(
         None,
         tensors=(),
         help="First id of the prompt table (core model only).",
         minimum=1,
         direct=False,
-        panel=ADAPTERS,
         unset="the engine's vocabulary size",
     )
-    num_draft_tokens: int | None = option(
-        None, help="Tokens that the draft model proposes per step.", minimum=0, panel=DRAFTS
-    )
-    use_draft_logits: bool = option(False, help="Accept draft tokens by their logits.", panel=DRAFTS)
-    draft_tokens_csv: Path | None = option(
+    num_draft_tokens: int | None = _drafts(None, help="Tokens that the draft model proposes per step.", minimum=0)
+    use_draft_logits: bool = _drafts(False, help="Accept draft tokens by their logits.")
+    draft_tokens_csv: Path | None = _drafts(
         None,
         tensors=("draft_input_ids",),
         metavar="FILE",
         help="CSV file with the ids of one step's draft tokens (core model only).",
         direct=False,
-        panel=DRAFTS,
     )
-    draft_acceptance_threshold: float | None = option(
-        None, help="Probability above which a draft token is accepted.", minimum=0, maximum=1, panel=DRAFTS
+    draft_acceptance_threshold: float | None = _drafts(
+        None, help="Probability above which a draft token is accepted.", minimum=0, maximum=1
     )
-    lookahead_config: str | None = option(
+    lookahead_config: str | None = _drafts(
         None,
         tensors=("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size"),
         metavar="[W,N,G]",
         help="Lookahead decoding: window, n-gram and verification set.",
         direct=False,
-        panel=DRAFTS,
     )
 
     def given(self) -> dict[str, Any]:
@@ -327,7 +281,8 @@ def is_direct(name: str) -> bool:
 DEFAULT_MAX_TOKENS = 256
 
 PROMPTS = "Prompts"
-ENDING = "Ending a request"
+_prompts = partial(option, panel=PROMPTS)
+_ending = partial(option, panel="Ending a request")
 CONNECTION = "Server and connection"
 
 Protocol = Literal["grpc", "http"]
@@ -358,33 +313,28 @@ class QuerySpec(Spec):
     )
     system: str | None = option(None, help="System message of a chat model.", common=True)
     raw: bool = option(False, help="Send the prompt unchanged, without a chat template.", common=True)
-    batch: bool = option(False, "--batch", "--batch-inputs", help="Send all prompts as one request.", panel=PROMPTS)
-    tokenizer: Path | None = option(
+    batch: bool = _prompts(False, "--batch", "--batch-inputs", help="Send all prompts as one request.")
+    tokenizer: Path | None = _prompts(
         None,
         "--tokenizer",
         "--tokenizer-dir",
         metavar="DIR",
         help="Folder of the model's tokenizer.",
         unset="that of the server's repository or the engine's model",
-        panel=PROMPTS,
     )
-    exclude_input: bool = option(
-        True,
-        "--exclude-input/--include-input",
-        "--exclude-input-in-output",
-        help="Leave the prompt out of the answer.",
-        panel=PROMPTS,
+    exclude_input: bool = _prompts(
+        True, "--exclude-input/--include-input", "--exclude-input-in-output", help="Leave the prompt out of the answer."
     )
-    outputs: tuple[str, ...] = option(
-        (), "--requested-outputs", metavar="NAME", help="Ask for these outputs only; repeatable.", panel=RETURNED
+    outputs: tuple[str, ...] = _returned(
+        (), "--requested-outputs", metavar="NAME", help="Ask for these outputs only; repeatable."
     )
-    stop_after_ms: int | None = option(
-        None, metavar="MILLISECONDS", help="Stop the request after this time.", minimum=1, panel=ENDING
+    stop_after_ms: int | None = _ending(
+        None, metavar="MILLISECONDS", help="Stop the request after this time.", minimum=1
     )
-    stop_via_cancel: bool = option(
-        False, "--stop-via-request-cancel", help="Stop by cancelling the call, not by a stop request.", panel=ENDING
+    stop_via_cancel: bool = _ending(
+        False, "--stop-via-request-cancel", help="Stop by cancelling the call, not by a stop request."
     )
-    timeout: float = option(
+    timeout: float = _ending(
         600.0,
         "--timeout",
         "--stream-timeout",
@@ -392,9 +342,8 @@ class QuerySpec(Spec):
         metavar="SECONDS",
         help="Longest wait for the whole answer.",
         above=0,
-        panel=ENDING,
     )
-    request_id: str | None = option(None, metavar="ID", help="Request id.", unset="a unique one", panel=ENDING)
+    request_id: str | None = _ending(None, metavar="ID", help="Request id.", unset="a unique one")
     protocol: Protocol = option(
         "grpc", "--protocol", "-i", help="http uses Triton's generate and infer endpoints.", panel=CONNECTION
     )

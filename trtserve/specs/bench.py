@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from trtserve.specs.options import INT32, Spec, option
 
-LENGTHS = "Lengths"
-TRAFFIC = "Traffic"
-TARGET = "Target"
-LOAD = "Load"
-RUNS = "Runs"
-RESULTS = "Results"
-LIMITS = "Limits of the engine"
+_lengths = partial(option, panel="Lengths")
+_traffic = partial(option, panel="Traffic")
+_target = partial(option, panel="Target")
+_load = partial(option, panel="Load")
+_runs = partial(option, panel="Runs")
+_results = partial(option, panel="Results")
+_limits = partial(option, panel="Limits of the engine")
 
 Kind = Literal["token-norm-dist", "token-from-histogram", "dataset", "prefix", "sessions", "replay", "e2e"]
 RANDOM: Final[tuple[Kind, ...]] = ("token-norm-dist", "token-from-histogram", "prefix", "sessions")
@@ -71,96 +72,74 @@ class BenchSpec(Spec):
     )
     input_mean: float = option(128, metavar="TOKENS", help="Mean prompt length.", minimum=1, maximum=INT32, common=True)
     output_mean: float = option(32, metavar="TOKENS", help="Mean answer length.", minimum=1, maximum=INT32, common=True)
-    input_stdev: float = option(
-        16, metavar="TOKENS", help="Standard deviation of prompt lengths.", minimum=0, panel=LENGTHS
+    input_stdev: float = _lengths(16, metavar="TOKENS", help="Standard deviation of prompt lengths.", minimum=0)
+    output_stdev: float = _lengths(4, metavar="TOKENS", help="Standard deviation of answer lengths.", minimum=0)
+    op_tokens_per_word: float = _lengths(
+        1.3, metavar="TOKENS", help="Tokens to generate for each word of `output`.", above=0
     )
-    output_stdev: float = option(
-        4, metavar="TOKENS", help="Standard deviation of answer lengths.", minimum=0, panel=LENGTHS
+    ignore_eos: bool = _lengths(
+        True, "--ignore-eos/--no-ignore-eos", help="Continue after an end token, up to the requested length."
     )
-    op_tokens_per_word: float = option(
-        1.3, metavar="TOKENS", help="Tokens to generate for each word of `output`.", above=0, panel=LENGTHS
-    )
-    ignore_eos: bool = option(
-        True,
-        "--ignore-eos/--no-ignore-eos",
-        help="Continue after an end token, up to the requested length.",
-        panel=LENGTHS,
-    )
-    tokenizer: Path | None = option(
+    tokenizer: Path | None = _lengths(
         None,
         "--tokenizer",
         "--tokenizer-dir",
         metavar="DIR",
         help="Tokenizer of texts.",
         unset="that of the server's repository",
-        panel=LENGTHS,
     )
-    histogram: str = option(
+    histogram: str = _lengths(
         "example",
         "--histogram",
         "--histogram-key",
         metavar="FILE",
         help="CSV or JSON file with buckets of lengths, or `example`: the one in benchmark_core_model.py.",
-        panel=LENGTHS,
     )
-    prefix_len: int = option(
-        256, metavar="TOKENS", help="Tokens that prompts have in common.", minimum=1, panel=TRAFFIC
+    prefix_len: int = _traffic(256, metavar="TOKENS", help="Tokens that prompts have in common.", minimum=1)
+    num_prefixes: int = _traffic(1, metavar="N", help="Different shared prefixes.", minimum=1)
+    reuse_rate: float = _traffic(
+        1.0, metavar="0-1", help="Part of the requests that have a shared prefix.", minimum=0, maximum=1
     )
-    num_prefixes: int = option(1, metavar="N", help="Different shared prefixes.", minimum=1, panel=TRAFFIC)
-    reuse_rate: float = option(
-        1.0, metavar="0-1", help="Part of the requests that have a shared prefix.", minimum=0, maximum=1, panel=TRAFFIC
+    turns: int = _traffic(4, metavar="N", help="Turns of a conversation.", minimum=1)
+    speed: float = _traffic(1.0, metavar="FACTOR", help="Speed of a trace; 2 plays it twice as fast.", above=0)
+    seed: int = _traffic(0, help="Seed of lengths, prompts and arrivals.", minimum=0)
+    protocol: Literal["grpc", "http"] = _target(
+        "grpc", "--protocol", "-i", help="Protocol to a Triton server; http means generate_stream."
     )
-    turns: int = option(4, metavar="N", help="Turns of a conversation.", minimum=1, panel=TRAFFIC)
-    speed: float = option(
-        1.0, metavar="FACTOR", help="Speed of a trace; 2 plays it twice as fast.", above=0, panel=TRAFFIC
+    streaming: bool = _target(
+        True, "--streaming/--no-streaming", help="Ask for answers token by token, where the model can."
     )
-    seed: int = option(0, help="Seed of lengths, prompts and arrivals.", minimum=0, panel=TRAFFIC)
-    protocol: Literal["grpc", "http"] = option(
-        "grpc", "--protocol", "-i", help="Protocol to a Triton server; http means generate_stream.", panel=TARGET
+    openai: str | None = _target(None, metavar="URL", help="Measure a server with OpenAI's API: http://HOST:PORT/v1.")
+    chat: bool = _target(False, help="With --openai: chat completions instead of completions.")
+    in_process: str | None = _target(
+        None, metavar="ENGINE", help="Measure an engine in this process, without a server."
     )
-    streaming: bool = option(
-        True, "--streaming/--no-streaming", help="Ask for answers token by token, where the model can.", panel=TARGET
+    arrivals: Literal["exponential", "constant", "gamma"] = _load(
+        "exponential", help="Gaps between the requests of --request-rate."
     )
-    openai: str | None = option(
-        None, metavar="URL", help="Measure a server with OpenAI's API: http://HOST:PORT/v1.", panel=TARGET
+    burstiness: float = _load(
+        1.0, metavar="SHAPE", help="Shape of gamma gaps: below 1 bursts, above 1 more even.", above=0
     )
-    chat: bool = option(False, help="With --openai: chat completions instead of completions.", panel=TARGET)
-    in_process: str | None = option(
-        None, metavar="ENGINE", help="Measure an engine in this process, without a server.", panel=TARGET
+    ramp_to: float | None = _load(
+        None, metavar="REQUESTS/S", help="Change the rate linearly up or down to this.", above=0
     )
-    arrivals: Literal["exponential", "constant", "gamma"] = option(
-        "exponential", help="Gaps between the requests of --request-rate.", panel=LOAD
+    cancel_rate: float = _load(
+        0.0, metavar="0-1", help="Part of the requests that the client cancels.", minimum=0, maximum=1
     )
-    burstiness: float = option(
-        1.0, metavar="SHAPE", help="Shape of gamma gaps: below 1 bursts, above 1 more even.", above=0, panel=LOAD
+    workers: int = _load(
+        1, metavar="N", help="Processes that send; under mpirun or srun, per rank.", minimum=1, maximum=1024
     )
-    ramp_to: float | None = option(
-        None, metavar="REQUESTS/S", help="Change the rate linearly up or down to this.", above=0, panel=LOAD
+    warmup_requests: int = _load(10, help="Requests before the measurement starts.", minimum=0)
+    timeout: float = _load(600.0, metavar="SECONDS", help="Longest measurement.", above=0)
+    calibrate: bool = _load(
+        True, "--calibrate/--no-calibrate", help="First measure the client itself on an echo server."
     )
-    cancel_rate: float = option(
-        0.0, metavar="0-1", help="Part of the requests that the client cancels.", minimum=0, maximum=1, panel=LOAD
+    vocab_size: int | None = _limits(
+        None, metavar="TOKENS", help="Random ids are below this.", minimum=1, unset="the engine's"
     )
-    workers: int = option(
-        1, metavar="N", help="Processes that send; under mpirun or srun, per rank.", minimum=1, maximum=1024, panel=LOAD
-    )
-    warmup_requests: int = option(10, help="Requests before the measurement starts.", minimum=0, panel=LOAD)
-    timeout: float = option(600.0, metavar="SECONDS", help="Longest measurement.", above=0, panel=LOAD)
-    calibrate: bool = option(
-        True, "--calibrate/--no-calibrate", help="First measure the client itself on an echo server.", panel=LOAD
-    )
-    vocab_size: int | None = option(
-        None, metavar="TOKENS", help="Random ids are below this.", minimum=1, unset="the engine's", panel=LIMITS
-    )
-    max_input_len: int | None = option(
-        None, metavar="TOKENS", help="Longest prompt.", minimum=1, unset="the engine's", panel=LIMITS
-    )
-    max_seq_len: int | None = option(
-        None,
-        metavar="TOKENS",
-        help="Longest prompt and answer together.",
-        minimum=1,
-        unset="the engine's",
-        panel=LIMITS,
+    max_input_len: int | None = _limits(None, metavar="TOKENS", help="Longest prompt.", minimum=1, unset="the engine's")
+    max_seq_len: int | None = _limits(
+        None, metavar="TOKENS", help="Longest prompt and answer together.", minimum=1, unset="the engine's"
     )
 
     @property
@@ -173,37 +152,30 @@ class BenchSpec(Spec):
 class BenchRuns(Spec):
     """Which runs a benchmark consists of, and what becomes of their results."""
 
-    sweep_rate: tuple[float, ...] = option(
-        (), metavar="RATE,…", help="One run for each of these rates.", above=0, separator=",", panel=RUNS
+    sweep_rate: tuple[float, ...] = _runs(
+        (), metavar="RATE,…", help="One run for each of these rates.", above=0, separator=","
     )
-    sweep_concurrency: tuple[int, ...] = option(
-        (), metavar="N,…", help="One run for each number of requests in flight.", minimum=1, separator=",", panel=RUNS
+    sweep_concurrency: tuple[int, ...] = _runs(
+        (), metavar="N,…", help="One run for each number of requests in flight.", minimum=1, separator=","
     )
-    find_rate: bool = option(False, help="Search the highest rate at which 99 % of the answers meet --slo.", panel=RUNS)
-    diagnose: bool = option(
-        False, help="Measure the engine in this process and the core model too, and name the gaps.", panel=RUNS
-    )
-    strict: bool = option(
+    find_rate: bool = _runs(False, help="Search the highest rate at which 99 % of the answers meet --slo.")
+    diagnose: bool = _runs(False, help="Measure the engine in this process and the core model too, and name the gaps.")
+    strict: bool = _results(
         False,
         help="Fail if the verdict is not `valid`; of a sweep, if one is `client-limited`, `disturbed` or "
         "`implausible`.",
-        panel=RESULTS,
     )
-    table: Literal["upstream", "genai-perf"] | None = option(
-        None,
-        help="Table to print; genai-perf's has 95 % intervals.",
-        unset="upstream; a short one on a terminal",
-        panel=RESULTS,
+    table: Literal["upstream", "genai-perf"] | None = _results(
+        None, help="Table to print; genai-perf's has 95 % intervals.", unset="upstream; a short one on a terminal"
     )
-    html: Path | None = option(
+    html: Path | None = _results(
         None,
         metavar="FILE",
         help="Write plots and tables as one page (.svg, .png: only the plots).",
-        panel=RESULTS,
         common=True,
     )
-    metrics_url: str | None = option(
-        None, metavar="URL", help="Metrics page to sample.", unset="that of a server started here", panel=RESULTS
+    metrics_url: str | None = _results(
+        None, metavar="URL", help="Metrics page to sample.", unset="that of a server started here"
     )
 
     @property

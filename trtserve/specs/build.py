@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Literal
 
 from trtserve.specs.options import option, panel_of
@@ -23,9 +24,10 @@ SpeculativeMode = Literal[
     "none", "draft_tokens_external", "lookahead_decoding", "medusa", "explicit_draft_tokens", "eagle"
 ]
 
-ENGINE = "Engine"
-FEATURES = "Features that requests may use"
+_engine = partial(option, panel="Engine")
+_features = partial(option, panel="Features that requests may use")
 TRTLLM_BUILD = "trtllm-build (--runtime tensorrt_llm)"
+_trtllm_build = partial(option, panel=TRTLLM_BUILD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,119 +62,86 @@ class BuildSpec(InContainer):
         "without TensorRT-LLM, vllm serves what vLLM knows, openvino runs on CPUs; auto: what this machine has.",
         common=True,
     )
-    device: DeviceName | None = option(
-        None,
-        help="Device: cpu or cuda; an Intel gpu or auto with openvino.",
-        unset="cpu with openvino, else cuda",
-        panel=ENGINE,
+    device: DeviceName | None = _engine(
+        None, help="Device: cpu or cuda; an Intel gpu or auto with openvino.", unset="cpu with openvino, else cuda"
     )
-    max_num_tokens: int | None = option(
+    max_num_tokens: int | None = _engine(
         None,
         metavar="TOKENS",
         help="Tokens of all requests in one step.",
         minimum=1,
         unset="2048 on CPUs, 8192 on GPUs",
-        panel=ENGINE,
     )
-    kv_precision: KvPrecision = option(
-        "auto", help="Type of the KV cache on CPUs; auto: u8, or f32 for float32 weights.", panel=ENGINE
+    kv_precision: KvPrecision = _engine(
+        "auto", help="Type of the KV cache on CPUs; auto: u8, or f32 for float32 weights."
     )
-    use_paged_context_fmha: Switch | None = option(
+    use_paged_context_fmha: Switch | None = _engine(
         None,
         help="Attention of prompts over a paged KV cache; blocks of other requests are reused only with it.",
         unset="enable; disable up to TensorRT-LLM 0.18",
-        panel=ENGINE,
     )
-    max_beam_width: int = option(1, metavar="BEAMS", help="Most beams of a beam search.", minimum=1, panel=FEATURES)
-    max_draft_len: int = option(
-        0,
-        metavar="TOKENS",
-        help="Draft tokens per request; above 0 requests may bring drafts.",
-        minimum=0,
-        panel=FEATURES,
+    max_beam_width: int = _features(1, metavar="BEAMS", help="Most beams of a beam search.", minimum=1)
+    max_draft_len: int = _features(
+        0, metavar="TOKENS", help="Draft tokens per request; above 0 requests may bring drafts.", minimum=0
     )
-    speculative_decoding_mode: SpeculativeMode | None = option(
-        None,
-        help="CPUs have none and draft_tokens_external.",
-        unset="what --max-draft-len needs",
-        panel=FEATURES,
+    speculative_decoding_mode: SpeculativeMode | None = _features(
+        None, help="CPUs have none and draft_tokens_external.", unset="what --max-draft-len needs"
     )
-    max_prompt_embedding_table_size: int = option(
+    max_prompt_embedding_table_size: int = _features(
         0,
         "--max-prompt-embedding-table-size",
         "--max-multimodal-len",
         metavar="ROWS",
         help="Rows of the prompt tables (p-tuning) of all requests in a step.",
         minimum=0,
-        panel=FEATURES,
     )
-    gather_context_logits: bool = option(
-        False, help="Requests may ask for the logits of their prompts.", panel=FEATURES
+    gather_context_logits: bool = _features(False, help="Requests may ask for the logits of their prompts.")
+    gather_generation_logits: bool = _features(False, help="Requests may ask for the logits of their answers.")
+    gather_all_token_logits: bool = _features(False, help="Same as --gather-context-logits --gather-generation-logits.")
+    lora_plugin: PluginType = _features(
+        "disable", help="Serve LoRA adapters with weights of this type; auto: the model's."
     )
-    gather_generation_logits: bool = option(
-        False, help="Requests may ask for the logits of their answers.", panel=FEATURES
-    )
-    gather_all_token_logits: bool = option(
-        False, help="Same as --gather-context-logits --gather-generation-logits.", panel=FEATURES
-    )
-    lora_plugin: PluginType = option(
-        "disable", help="Serve LoRA adapters with weights of this type; auto: the model's.", panel=FEATURES
-    )
-    lora_target_modules: Sequence[str] | None = option(
+    lora_target_modules: Sequence[str] | None = _features(
         None,
         metavar="NAME,…",
         help="Modules that adapters may change: attn_qkv, attn_q, attn_k, attn_v, attn_dense, mlp_h_to_4h, "
         "mlp_4h_to_h, mlp_gate; repeatable.",
         separator=",",
-        panel=FEATURES,
     )
-    max_lora_rank: int = option(64, metavar="RANK", help="Largest rank of an adapter.", minimum=1, panel=FEATURES)
-    gemm_plugin: GemmPluginType | None = option(
-        None, help="Type of the GEMM plugin; auto: the model's.", unset="disable", panel=TRTLLM_BUILD
+    max_lora_rank: int = _features(64, metavar="RANK", help="Largest rank of an adapter.", minimum=1)
+    gemm_plugin: GemmPluginType | None = _trtllm_build(
+        None, help="Type of the GEMM plugin; auto: the model's.", unset="disable"
     )
-    gpt_attention_plugin: PluginType | None = option(
-        None, help="Type of the attention plugin; auto: the model's.", unset="auto", panel=TRTLLM_BUILD
+    gpt_attention_plugin: PluginType | None = _trtllm_build(
+        None, help="Type of the attention plugin; auto: the model's.", unset="auto"
     )
-    context_fmha: Switch | None = option(None, help="Fused attention over prompts.", unset="enable", panel=TRTLLM_BUILD)
-    use_fp8_context_fmha: Switch | None = option(
-        None, help="Fused attention over prompts in FP8.", unset="enable from 0.19 on", panel=TRTLLM_BUILD
+    context_fmha: Switch | None = _trtllm_build(None, help="Fused attention over prompts.", unset="enable")
+    use_fp8_context_fmha: Switch | None = _trtllm_build(
+        None, help="Fused attention over prompts in FP8.", unset="enable from 0.19 on"
     )
-    remove_input_padding: Switch | None = option(
-        None, help="Packed inputs, which in-flight batching needs.", unset="enable", panel=TRTLLM_BUILD
+    remove_input_padding: Switch | None = _trtllm_build(
+        None, help="Packed inputs, which in-flight batching needs.", unset="enable"
     )
-    reduce_fusion: Switch | None = option(
-        None, help="Fuse the layers after an all-reduce into it.", unset="disable", panel=TRTLLM_BUILD
+    reduce_fusion: Switch | None = _trtllm_build(
+        None, help="Fuse the layers after an all-reduce into it.", unset="disable"
     )
-    multiple_profiles: Switch | None = option(
-        None,
-        help="Tune kernels for several step sizes; building takes longer.",
-        unset="disable",
-        panel=TRTLLM_BUILD,
+    multiple_profiles: Switch | None = _trtllm_build(
+        None, help="Tune kernels for several step sizes; building takes longer.", unset="disable"
     )
-    kv_cache_type: KvCacheType | None = option(None, help="Layout of the KV cache.", unset="paged", panel=TRTLLM_BUILD)
-    tokens_per_block: int | None = option(
-        None,
-        metavar="TOKENS",
-        help="Size of a KV cache block.",
-        minimum=1,
-        unset="32; 64 up to 0.18",
-        panel=TRTLLM_BUILD,
+    kv_cache_type: KvCacheType | None = _trtllm_build(None, help="Layout of the KV cache.", unset="paged")
+    tokens_per_block: int | None = _trtllm_build(
+        None, metavar="TOKENS", help="Size of a KV cache block.", minimum=1, unset="32; 64 up to 0.18"
     )
-    opt_num_tokens: int | None = option(
-        None,
-        metavar="TOKENS",
-        help="Tokens per step to tune kernels for.",
-        minimum=1,
-        unset="trtllm-build's",
-        panel=TRTLLM_BUILD,
+    opt_num_tokens: int | None = _trtllm_build(
+        None, metavar="TOKENS", help="Tokens per step to tune kernels for.", minimum=1, unset="trtllm-build's"
     )
-    logits_dtype: Literal["float16", "float32"] | None = option(
-        None, help="Type of the logits.", unset="the checkpoint's", panel=TRTLLM_BUILD
+    logits_dtype: Literal["float16", "float32"] | None = _trtllm_build(
+        None, help="Type of the logits.", unset="the checkpoint's"
     )
-    profiling_verbosity: ProfilingVerbosity | None = option(
-        None, help="Details that profilers see.", unset="layer_names_only", panel=TRTLLM_BUILD
+    profiling_verbosity: ProfilingVerbosity | None = _trtllm_build(
+        None, help="Details that profilers see.", unset="layer_names_only"
     )
-    build_workers: int | None = option(
+    build_workers: int | None = _trtllm_build(
         None,
         "--build-workers",
         "--workers",
@@ -180,14 +149,12 @@ class BuildSpec(InContainer):
         help="Ranks to build at the same time.",
         minimum=1,
         unset="as many as memory and GPUs allow",
-        panel=TRTLLM_BUILD,
     )
-    builder_flags: tuple[str, ...] = option(
+    builder_flags: tuple[str, ...] = _trtllm_build(
         (),
         "--builder-flag",
         metavar="FLAG",
         help="Pass FLAG to trtllm-build unchanged, for example --builder-flag=--moe_plugin=auto; repeatable.",
-        panel=TRTLLM_BUILD,
     )
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Final
 
 from trtserve.errors import UsageError
 from trtserve.specs.options import Spec, option
 
-CLUSTERS = "Clusters"
-SLURM = "With --slurm"
-KUBERNETES = "With --kubernetes"
+_clusters = partial(option, panel="Clusters")
+_slurm = partial(option, panel="With --slurm")
+_kubernetes = partial(option, panel="With --kubernetes")
 
 _WORD = re.compile(r"[A-Za-z0-9_.,:=@/+-]+")
 _TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
@@ -24,9 +25,9 @@ _DNS = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 class Nodes(Spec):
     """How many machines a server has, and how many ranks each of them."""
 
-    nodes: int = option(1, metavar="N", help="Machines of one server.", minimum=1, panel=CLUSTERS)
-    ntasks_per_node: int | None = option(
-        None, metavar="N", help="Ranks on each machine.", minimum=1, unset="world size / nodes", panel=CLUSTERS
+    nodes: int = _clusters(1, metavar="N", help="Machines of one server.", minimum=1)
+    ntasks_per_node: int | None = _clusters(
+        None, metavar="N", help="Ranks on each machine.", minimum=1, unset="world size / nodes"
     )
 
 
@@ -36,26 +37,23 @@ class SlurmOptions(Spec):
 
     SUFFIX: ClassVar[str] = ".slurm"
 
-    account: str | None = option(None, help="Account that pays for the job.", panel=SLURM)
-    partition: str | None = option(None, help="Partition to run in.", panel=SLURM)
-    time: str | None = option(None, metavar="TIME", help="Time limit, such as 00:30:00.", panel=SLURM)
-    job_name: str | None = option(None, metavar="NAME", help="Name of the job.", unset="the server's", panel=SLURM)
-    output: Path | None = option(
-        None, metavar="DIR", help="Folder of the logs.", unset="logs next to the job", panel=SLURM
+    account: str | None = _slurm(None, help="Account that pays for the job.")
+    partition: str | None = _slurm(None, help="Partition to run in.")
+    time: str | None = _slurm(None, metavar="TIME", help="Time limit, such as 00:30:00.")
+    job_name: str | None = _slurm(None, metavar="NAME", help="Name of the job.", unset="the server's")
+    output: Path | None = _slurm(None, metavar="DIR", help="Folder of the logs.", unset="logs next to the job")
+    gpu_clock: int | None = _slurm(
+        None, metavar="MHZ", help="Lock the clock of the GPUs; needs sudo on the nodes.", minimum=1
     )
-    gpu_clock: int | None = option(
-        None, metavar="MHZ", help="Lock the clock of the GPUs; needs sudo on the nodes.", minimum=1, panel=SLURM
-    )
-    mpi: str = option("pmix", metavar="NAME", help="What srun calls PMIx; see srun --mpi=list.", panel=SLURM)
-    flags: tuple[str, ...] = option(
+    mpi: str = _slurm("pmix", metavar="NAME", help="What srun calls PMIx; see srun --mpi=list.")
+    flags: tuple[str, ...] = _slurm(
         (),
         "--sbatch-flag",
         metavar="FLAG",
         help="Pass FLAG to sbatch unchanged, for example --sbatch-flag=--cpus-per-task=16; repeatable. Without a flag "
         "about GPUs or whole nodes the job asks for one GPU per rank.",
-        panel=SLURM,
     )
-    submit: bool = option(False, help="Hand the job to sbatch and print its number.", panel=SLURM)
+    submit: bool = _slurm(False, help="Hand the job to sbatch and print its number.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,25 +78,19 @@ class KubernetesOptions(Spec):
 
     SUFFIX: ClassVar[str] = ".yaml"
 
-    claim: str = option("", metavar="NAME", help="PersistentVolumeClaim that holds the repository.", panel=KUBERNETES)
-    mount_path: str = option("/models", metavar="PATH", help="Where that volume is mounted.", panel=KUBERNETES)
-    namespace: str | None = option(None, metavar="NAME", help="Namespace of all objects.", panel=KUBERNETES)
-    hf_secret: str | None = option(
-        None, metavar="NAME", help="Secret whose key HF_TOKEN is the hub's token.", panel=KUBERNETES
+    claim: str = _kubernetes("", metavar="NAME", help="PersistentVolumeClaim that holds the repository.")
+    mount_path: str = _kubernetes("/models", metavar="PATH", help="Where that volume is mounted.")
+    namespace: str | None = _kubernetes(None, metavar="NAME", help="Namespace of all objects.")
+    hf_secret: str | None = _kubernetes(None, metavar="NAME", help="Secret whose key HF_TOKEN is the hub's token.")
+    ssh_secret: str | None = _kubernetes(
+        None, metavar="NAME", help="Secret whose key ssh-privatekey lets the leader start ranks on other nodes."
     )
-    ssh_secret: str | None = option(
-        None,
-        metavar="NAME",
-        help="Secret whose key ssh-privatekey lets the leader start ranks on other nodes.",
-        panel=KUBERNETES,
-    )
-    pull_secret: str | None = option(None, metavar="NAME", help="Secret for pulling the image.", panel=KUBERNETES)
-    worker_timeout: float = option(
+    pull_secret: str | None = _kubernetes(None, metavar="NAME", help="Secret for pulling the image.")
+    worker_timeout: float = _kubernetes(
         1800.0,
         metavar="SECONDS",
         help="How long the leader of several nodes waits for the others, which pull the image first.",
         above=0,
-        panel=KUBERNETES,
     )
 
     def __post_init__(self) -> None:
@@ -161,14 +153,13 @@ OPTIONS: Final[dict[str, type[SlurmOptions] | type[KubernetesOptions]]] = {
 class ClusterSpec(Nodes):
     """The cluster that runs the server."""
 
-    slurm: bool = option(False, help="Write a Slurm job instead of starting here.", panel=CLUSTERS)
-    kubernetes: bool = option(False, help="Write a Kubernetes manifest instead of starting here.", panel=CLUSTERS)
-    out: Path | None = option(
+    slurm: bool = _clusters(False, help="Write a Slurm job instead of starting here.")
+    kubernetes: bool = _clusters(False, help="Write a Kubernetes manifest instead of starting here.")
+    out: Path | None = _clusters(
         None,
         metavar="PATH",
         help="Folder of the job, or file of the manifest.",
         unset=", ".join(f"./NAME{each.SUFFIX}" for each in OPTIONS.values()),
-        panel=CLUSTERS,
     )
 
     def __post_init__(self) -> None:

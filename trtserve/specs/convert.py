@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,8 @@ Converter = Literal["own", "upstream"]
 CALIBRATED = ("int4_awq", "int8_sq", "fp8")
 """Quantisations that look at activations; NVIDIA ModelOpt does them."""
 
-CHECKPOINT = "Checkpoint"
+_checkpoint = partial(option, panel="Checkpoint")
+_nvidia_tools = partial(option, panel=NVIDIA_TOOLS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,84 +44,68 @@ class ConvertSpec(InContainer):
         "NVIDIA ModelOpt.",
         common=True,
     )
-    keep_fp8: bool | None = option(
+    keep_fp8: bool | None = _checkpoint(
         None,
         help="Keep FP8 codes with a scale for each channel or block, for the runtimes torch and openvino; otherwise "
         "they are widened. Codes with one scale for a matrix are always kept.",
         unset="kept by import where the runtime is torch and the GPU has FP8",
-        panel=CHECKPOINT,
     )
-    moe_tp_size: int | None = option(
+    moe_tp_size: int | None = _checkpoint(
         None,
         help="GPUs that share every expert; --moe-tp-size × --moe-ep-size is --tp-size.",
         minimum=1,
         unset="--tp-size / --moe-ep-size",
-        panel=CHECKPOINT,
     )
-    moe_ep_size: int | None = option(
-        None, help="GPUs that the experts are distributed over.", minimum=1, unset="1", panel=CHECKPOINT
+    moe_ep_size: int | None = _checkpoint(
+        None, help="GPUs that the experts are distributed over.", minimum=1, unset="1"
     )
-    gpu_sm: int = option(
+    gpu_sm: int = _checkpoint(
         80,
         metavar="SM",
         help="Compute capability × 10 of the GPUs that will serve a 4-bit model (AWQ, GPTQ): the order of its weights "
         "depends on it. 80: A100, 86 and 89: RTX and L40S, 90: H100.",
         minimum=1,
-        panel=CHECKPOINT,
     )
-    use_parallel_embedding: bool = option(
-        False, help="Split the embedding over tensor-parallel ranks; Gemma always does.", panel=CHECKPOINT
+    use_parallel_embedding: bool = _checkpoint(
+        False, help="Split the embedding over tensor-parallel ranks; Gemma always does."
     )
-    embedding_sharding_dim: Literal[0, 1] = option(
-        0, help="Axis to split a parallel embedding along: 0 vocabulary, 1 hidden size.", panel=CHECKPOINT
+    embedding_sharding_dim: Literal[0, 1] = _checkpoint(
+        0, help="Axis to split a parallel embedding along: 0 vocabulary, 1 hidden size."
     )
-    ignore_tensors: tuple[str, ...] = option(
-        (),
-        metavar="PATTERN",
-        help="Skip unrecognised tensors that match PATTERN, such as v_head.*; repeatable.",
-        panel=CHECKPOINT,
+    ignore_tensors: tuple[str, ...] = _checkpoint(
+        (), metavar="PATTERN", help="Skip unrecognised tensors that match PATTERN, such as v_head.*; repeatable."
     )
-    converter: Converter = option(
-        "own", help="own, or upstream: NVIDIA's convert_checkpoint.py of the installed TensorRT-LLM.", panel=CHECKPOINT
+    converter: Converter = _checkpoint(
+        "own", help="own, or upstream: NVIDIA's convert_checkpoint.py of the installed TensorRT-LLM."
     )
-    workers: int | None = option(
-        None,
-        help="Threads of NVIDIA's converter; each converts one rank.",
-        minimum=1,
-        unset="the converter's",
-        panel=NVIDIA_TOOLS,
+    workers: int | None = _nvidia_tools(
+        None, help="Threads of NVIDIA's converter; each converts one rank.", minimum=1, unset="the converter's"
     )
-    calib_dataset: str | None = option(
+    calib_dataset: str | None = _nvidia_tools(
         None,
         metavar="DATASET",
         help="Texts to calibrate int4_awq, int8_sq and fp8 with: name or folder of a dataset.",
         unset="ModelOpt's",
-        panel=NVIDIA_TOOLS,
     )
-    calib_size: int | None = option(
-        None, help="How many of these texts to use.", minimum=1, unset="ModelOpt's", panel=NVIDIA_TOOLS
-    )
-    trtllm_examples: Path | None = option(
+    calib_size: int | None = _nvidia_tools(None, help="How many of these texts to use.", minimum=1, unset="ModelOpt's")
+    trtllm_examples: Path | None = _nvidia_tools(
         None,
         metavar="DIR",
         help="Folder of TensorRT-LLM's examples, or a checkout of its release.",
         unset="where NVIDIA's containers have them",
         variable="TRTSERVE_TRTLLM_EXAMPLES",
-        panel=NVIDIA_TOOLS,
     )
-    trtllm_script: str | None = option(
+    trtllm_script: str | None = _nvidia_tools(
         None,
         metavar="FOLDER",
         help="Folder, or path below the examples, of the convert_checkpoint.py to run.",
         unset="by architecture",
-        panel=NVIDIA_TOOLS,
     )
-    converter_flags: tuple[str, ...] = option(
+    converter_flags: tuple[str, ...] = _nvidia_tools(
         (),
         "--converter-flag",
         metavar="FLAG",
         help="Pass FLAG to NVIDIA's converter unchanged, for example --converter-flag=--load_by_shard; repeatable.",
-        panel=NVIDIA_TOOLS,
     )
 
     def __post_init__(self) -> None:

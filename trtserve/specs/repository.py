@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -16,8 +17,10 @@ BatchingStrategy = Literal["inflight_fused_batching", "inflight_batching", "V1"]
 SchedulerPolicy = Literal["guaranteed_no_evict", "max_utilization"]
 
 REPOSITORY = "Model repository"
-REQUESTS = "Requests and KV cache"
+_repository = partial(option, panel=REPOSITORY)
+_requests = partial(option, panel="Requests and KV cache")
 PATHS = "Names and paths"
+_paths = partial(option, panel=PATHS)
 
 _SUFFIX = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -52,127 +55,100 @@ class RepositorySpec(ForRelease):
         help="Serve this LoRA adapter under NAME: a PEFT folder or one that `trtserve lora` made; repeatable.",
         common=True,
     )
-    release: str | None = option(
+    release: str | None = _repository(
         None,
         metavar="RELEASE",
         help="Declare exactly the tensors of this TensorRT-LLM release, such as 0.18. Some clients of 0.12 and 0.13 "
         "need it.",
         unset="the engine's; on CPUs the inputs of all releases",
-        panel=REPOSITORY,
     )
-    triton_backend: TritonBackend | None = option(
-        None,
-        help="What runs a TensorRT-LLM engine: NVIDIA's C++ backend, or Python.",
-        unset="tensorrtllm",
-        panel=REPOSITORY,
+    triton_backend: TritonBackend | None = _repository(
+        None, help="What runs a TensorRT-LLM engine: NVIDIA's C++ backend, or Python.", unset="tensorrtllm"
     )
-    triton_max_batch_size: int | None = option(
+    triton_max_batch_size: int | None = _repository(
         None,
         metavar="PROMPTS",
         help="Prompts that Triton accepts in one request.",
         minimum=1,
         unset="the engine's batch size",
-        panel=REPOSITORY,
     )
-    preprocessing_instance_count: int = option(
-        1, metavar="PROCESSES", help="Processes that tokenise.", minimum=1, panel=REPOSITORY
+    preprocessing_instance_count: int = _repository(1, metavar="PROCESSES", help="Processes that tokenise.", minimum=1)
+    postprocessing_instance_count: int = _repository(
+        1, metavar="PROCESSES", help="Processes that turn tokens into text.", minimum=1
     )
-    postprocessing_instance_count: int = option(
-        1, metavar="PROCESSES", help="Processes that turn tokens into text.", minimum=1, panel=REPOSITORY
-    )
-    bls_instance_count: int | None = option(
+    bls_instance_count: int | None = _repository(
         None,
         metavar="N",
         help="Processes of the BLS model; each serves one request at a time.",
         minimum=1,
         unset="1; for streams of the C++ backend the engine's batch size, at most 32",
-        panel=REPOSITORY,
     )
-    max_tokens_in_paged_kv_cache: int | None = option(
-        None, metavar="TOKENS", help="Size of the KV cache.", minimum=1, unset="what memory allows", panel=REQUESTS
+    max_tokens_in_paged_kv_cache: int | None = _requests(
+        None, metavar="TOKENS", help="Size of the KV cache.", minimum=1, unset="what memory allows"
     )
-    kv_cache_free_gpu_mem_fraction: float | None = option(
+    kv_cache_free_gpu_mem_fraction: float | None = _requests(
         None,
         metavar="SHARE",
         help="Share of the free memory for the KV cache.",
         above=0,
         maximum=1,
         unset="the backend's, 0.9",
-        panel=REQUESTS,
     )
-    batching_strategy: BatchingStrategy | None = option(
-        None,
-        help="V1 adds no request to a running batch.",
-        unset="inflight_fused_batching",
-        panel=REQUESTS,
+    batching_strategy: BatchingStrategy | None = _requests(
+        None, help="V1 adds no request to a running batch.", unset="inflight_fused_batching"
     )
-    batch_scheduler_policy: SchedulerPolicy | None = option(
+    batch_scheduler_policy: SchedulerPolicy | None = _requests(
         None,
         help="guaranteed_no_evict starts a request only when all of its memory is free; max_utilization may pause it.",
         unset="guaranteed_no_evict",
-        panel=REQUESTS,
     )
-    enable_kv_cache_reuse: bool | None = option(
+    enable_kv_cache_reuse: bool | None = _requests(
         None,
         "--enable-kv-cache-reuse/--disable-kv-cache-reuse",
         help="Reuse the KV cache of prompts that begin alike. With an 8-bit cache log-probs then differ slightly from "
         "request to request, which NVIDIA's end_to_end_test.py --return-log-probs reports as a failure.",
-        panel=REQUESTS,
     )
-    enable_chunked_context: bool | None = option(
+    enable_chunked_context: bool | None = _requests(
         None,
         "--enable-chunked-context/--disable-chunked-context",
         help="Process long prompts in pieces, between other requests.",
-        panel=REQUESTS,
     )
-    max_attention_window_size: str | None = option(
-        None,
-        metavar="TOKENS[,…]",
-        help="How far attention looks back; a list gives a window per layer.",
-        panel=REQUESTS,
+    max_attention_window_size: str | None = _requests(
+        None, metavar="TOKENS[,…]", help="How far attention looks back; a list gives a window per layer."
     )
-    exclude_input_in_output: bool | None = option(
+    exclude_input_in_output: bool | None = _requests(
         None,
         "--exclude-input-in-output/--include-input-in-output",
         help="Whether answers leave out the prompt by default.",
-        panel=REQUESTS,
     )
-    accumulate_tokens: bool | None = option(
+    accumulate_tokens: bool | None = _requests(
         None,
         "--accumulate-tokens/--no-accumulate-tokens",
         help="Whether streamed answers of the BLS model repeat the whole text so far.",
-        panel=REQUESTS,
     )
-    max_queue_size: int | None = option(
-        None,
-        metavar="REQUESTS",
-        help="Requests that may wait; further ones are refused.",
-        minimum=0,
-        unset="no limit",
-        panel=REQUESTS,
+    max_queue_size: int | None = _requests(
+        None, metavar="REQUESTS", help="Requests that may wait; further ones are refused.", minimum=0, unset="no limit"
     )
-    ngram_max_draft_len: int | None = option(
+    ngram_max_draft_len: int | None = _requests(
         None,
         metavar="TOKENS",
         help="Most draft tokens that a step guesses from the text of a request; 0 for none.",
         minimum=0,
         unset="11",
-        panel=REQUESTS,
     )
-    vllm_python: str | None = option(
+    vllm_python: str | None = _requests(
         None,
         metavar="PYTHON",
         help="Interpreter that has vLLM, or the folder of its virtual environment, for --runtime vllm.",
         unset="the one that runs trtserve",
         variable="TRTSERVE_VLLM_PYTHON",
-        panel=REQUESTS,
     )
-    suffix: str = option("", help="End of the names of all models but the served one, such as _b.", panel=PATHS)
-    absolute_paths: bool = option(False, help="Write absolute paths, for servers that others start.", panel=PATHS)
-    container_paths: str | None = option(
-        None, metavar="PREFIX", help="Write paths for a container that sees the repository at PREFIX.", panel=PATHS
+    suffix: str = _paths("", help="End of the names of all models but the served one, such as _b.")
+    absolute_paths: bool = _paths(False, help="Write absolute paths, for servers that others start.")
+    container_paths: str | None = _paths(
+        None, metavar="PREFIX", help="Write paths for a container that sees the repository at PREFIX."
     )
-    copy: bool = option(False, help="Copy the engine's files instead of hard-linking them.", panel=PATHS)
+    copy: bool = _paths(False, help="Copy the engine's files instead of hard-linking them.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

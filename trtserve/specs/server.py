@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -13,11 +14,13 @@ from trtserve.specs.options import Spec, option
 from trtserve.specs.tools import NVIDIA_TOOLS, InContainer
 
 GPUS = "Engines on GPUs"
-ACCESS = "Access and protection"
-MANY = "Many models behind one port"
+_gpus = partial(option, panel=GPUS)
+_access = partial(option, panel="Access and protection")
+_many = partial(option, panel="Many models behind one port")
 Api = Literal["shared-memory", "trace", "logging", "model-control"]
 """Parts of Triton's protocol that change or reveal more than a client of a model needs."""
 SUPERVISION = "Supervision"
+_supervision = partial(option, panel=SUPERVISION)
 _LAST_PORT = 65535
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:\d{1,5})?")
 # Triton's default ports, which clients assume too.
@@ -28,21 +31,19 @@ HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002
 class ManySpec(Spec):
     """How several models share one port."""
 
-    every: bool = option(False, "--all", help="Serve every import behind one port.", panel=MANY)
-    idle_unload: float = option(
+    every: bool = _many(False, "--all", help="Serve every import behind one port.")
+    idle_unload: float = _many(
         300.0,
         metavar="SECONDS",
         help="Unload a model that had no request for so long; 0: only when another one needs its memory.",
         minimum=0,
-        panel=MANY,
     )
-    memory_budget: float | None = option(
+    memory_budget: float | None = _many(
         None,
         metavar="GIB",
         help="Most memory of all loaded models together, as `trtserve plan` counts it.",
         above=0,
         unset="what is free at the start",
-        panel=MANY,
     )
 
 
@@ -59,8 +60,8 @@ class ServerSpec(InContainer):
         METRICS_PORT, metavar="PORT", help="Metrics port.", minimum=1, maximum=_LAST_PORT, common=True
     )
     auto_ports: bool = option(False, help="Replace each taken port by the next free one.", common=True)
-    ready_timeout: float = option(
-        600.0, metavar="SECONDS", help="Longest wait until all models are ready.", above=0, panel=SUPERVISION
+    ready_timeout: float = _supervision(
+        600.0, metavar="SECONDS", help="Longest wait until all models are ready.", above=0
     )
     bindings: str | None = option(
         None,
@@ -69,174 +70,135 @@ class ServerSpec(InContainer):
         "executor, which says it is this release.",
         panel=NVIDIA_TOOLS,
     )
-    restart: Literal["never", "on-failure", "always"] = option(
-        "never", help="When to start again a server that ended by itself.", panel=SUPERVISION, common=True
+    restart: Literal["never", "on-failure", "always"] = _supervision(
+        "never", help="When to start again a server that ended by itself.", common=True
     )
-    restart_limit: int = option(
+    restart_limit: int = _supervision(
         5,
         metavar="N",
         help="With --restart on-failure: most restarts in a row; five minutes of service begin a new row.",
         minimum=1,
-        panel=SUPERVISION,
     )
-    verify: bool = option(
-        True,
-        "/--no-verify",
-        help="Serve files without comparing them with the checksums of the manifest.",
-        panel=SUPERVISION,
+    verify: bool = _supervision(
+        True, "/--no-verify", help="Serve files without comparing them with the checksums of the manifest."
     )
-    log_format: Literal["text", "json"] = option(
-        "text",
-        help="json: write every line of the logs, Triton's included, to stderr as one JSON object.",
-        panel=SUPERVISION,
+    log_format: Literal["text", "json"] = _supervision(
+        "text", help="json: write every line of the logs, Triton's included, to stderr as one JSON object."
     )
-    world_size: int | None = option(
+    world_size: int | None = _gpus(
         None,
         metavar="RANKS",
         help="Number of ranks; another number than the engine's converts and builds an imported model again.",
         minimum=1,
         unset="the engine's",
-        panel=GPUS,
     )
-    gpus: tuple[int, ...] = option(
-        (),
-        metavar="N,…",
-        help="GPUs to use, such as 0,1.",
-        separator=",",
-        minimum=0,
-        unset="all",
-        panel=GPUS,
-        common=True,
+    gpus: tuple[int, ...] = _gpus(
+        (), metavar="N,…", help="GPUs to use, such as 0,1.", separator=",", minimum=0, unset="all", common=True
     )
-    instances: int = option(
+    instances: int = _gpus(
         1,
         metavar="N",
         help="Servers of this model, each with its own GPUs and ports, behind one gateway that balances.",
         minimum=1,
-        panel=GPUS,
     )
-    proxy_port: int = option(
+    proxy_port: int = _gpus(
         8080,
         metavar="PORT",
         help="HTTP port of that gateway; the next port is for gRPC.",
         minimum=1,
         maximum=_LAST_PORT - 1,
-        panel=GPUS,
     )
-    multi_model: bool = option(
-        False, help="Orchestrator mode: one server spawns the workers of several models.", panel=GPUS
-    )
-    spawn_processes: bool = option(
+    multi_model: bool = _gpus(False, help="Orchestrator mode: one server spawns the workers of several models.")
+    spawn_processes: bool = _gpus(
         True,
         "/--disable-spawn-processes",
         help="With --multi-model: start all workers together with the orchestrator, as participant_ids say.",
-        panel=GPUS,
     )
-    oversubscribe: bool = option(False, help="Let mpirun start more ranks than there are cores.", panel=GPUS)
-    gpu0_pool_bytes: int = option(
+    oversubscribe: bool = _gpus(False, help="Let mpirun start more ranks than there are cores.")
+    gpu0_pool_bytes: int = _gpus(
         0,
         "--multimodal-gpu0-cuda-mem-pool-bytes",
         metavar="BYTES",
         help="CUDA memory pool of GPU 0 on rank 0.",
         minimum=0,
-        panel=GPUS,
     )
-    cpus: str | None = option(
-        None, metavar="LIST", help="Processors that the server may use, such as 0-7,16.", unset="all", panel=SUPERVISION
+    cpus: str | None = _supervision(
+        None, metavar="LIST", help="Processors that the server may use, such as 0-7,16.", unset="all"
     )
-    numa: int | None = option(
+    numa: int | None = _supervision(
         None,
         metavar="NODE",
         help="NUMA node that the server is bound to: its processors (fewer with --cpus) and its memory.",
         minimum=0,
-        panel=SUPERVISION,
     )
-    exit_timeout: int = option(
-        3, metavar="SECONDS", help="Time for tritonserver to end in order.", minimum=1, panel=GPUS
-    )
-    api_key: str | None = option(
+    exit_timeout: int = _gpus(3, metavar="SECONDS", help="Time for tritonserver to end in order.", minimum=1)
+    api_key: str | None = _access(
         None,
         metavar="KEY",
         help="Key that clients must send. Other users can see it here: better set the variable, or give a file.",
         variable="TRTSERVE_API_KEY",
-        panel=ACCESS,
     )
-    api_key_file: Path | None = option(
+    api_key_file: Path | None = _access(
         None,
         metavar="FILE",
         help="File with the key that clients must send, in its first line; readable only by you.",
-        panel=ACCESS,
         common=True,
     )
-    tls_certificate: Path | None = option(
-        None, metavar="FILE", help="Encrypt HTTP and gRPC with this certificate chain (PEM).", panel=ACCESS
+    tls_certificate: Path | None = _access(
+        None, metavar="FILE", help="Encrypt HTTP and gRPC with this certificate chain (PEM)."
     )
-    tls_key: Path | None = option(None, metavar="FILE", help="Private key of the certificate (PEM).", panel=ACCESS)
-    no_auth: bool = option(False, help="Let everyone who reaches --host use the server.", panel=ACCESS)
-    no_tls: bool = option(
-        False, help="Do not encrypt on other interfaces than loopback, because a proxy in front does.", panel=ACCESS
+    tls_key: Path | None = _access(None, metavar="FILE", help="Private key of the certificate (PEM).")
+    no_auth: bool = _access(False, help="Let everyone who reaches --host use the server.")
+    no_tls: bool = _access(
+        False, help="Do not encrypt on other interfaces than loopback, because a proxy in front does."
     )
-    open_api: tuple[Api, ...] = option(
+    open_api: tuple[Api, ...] = _access(
         (),
         metavar="NAME,…",
         help="Open parts of Triton's protocol: shared-memory, trace, logging, model-control.",
         separator=",",
-        panel=ACCESS,
     )
-    allow_origin: tuple[str, ...] = option(
+    allow_origin: tuple[str, ...] = _access(
         (),
         metavar="ORIGIN,…",
         help="Let pages of these sites use the server (CORS), such as https://app.example; * for all needs a key.",
         separator=",",
-        panel=ACCESS,
     )
-    image_folder: Path | None = option(
-        None, metavar="DIR", help="Let clients of /v1 name images below this folder as file:// URLs.", panel=ACCESS
+    image_folder: Path | None = _access(
+        None, metavar="DIR", help="Let clients of /v1 name images below this folder as file:// URLs."
     )
-    image_host: tuple[str, ...] = option(
+    image_host: tuple[str, ...] = _access(
         (),
         metavar="HOST,…",
         help="Fetch images that clients of /v1 name from these hosts; without it none are fetched.",
         separator=",",
-        panel=ACCESS,
     )
-    raw_http: bool = option(
-        False, help="Let Triton itself answer on --http-port; malformed requests can crash it.", panel=ACCESS
+    raw_http: bool = _access(False, help="Let Triton itself answer on --http-port; malformed requests can crash it.")
+    max_requests: int = _access(
+        512, metavar="N", help="HTTP requests at the same time; further ones get 503.", minimum=1
     )
-    max_requests: int = option(
-        512, metavar="N", help="HTTP requests at the same time; further ones get 503.", minimum=1, panel=ACCESS
-    )
-    gateway_processes: int = option(
+    gateway_processes: int = _access(
         1,
         metavar="N",
         help="Processes of the gateway that share its port; each passes on what one core can.",
         minimum=1,
         maximum=64,
-        panel=ACCESS,
     )
-    request_log: Path | None = option(
-        None,
-        metavar="FILE",
-        help="Write a line of JSON for each HTTP request: path, status, seconds, model, tokens.",
-        panel=ACCESS,
+    request_log: Path | None = _access(
+        None, metavar="FILE", help="Write a line of JSON for each HTTP request: path, status, seconds, model, tokens."
     )
-    request_log_texts: bool = option(False, help="Write prompts and answers into it too.", panel=ACCESS)
-    max_request_mib: int = option(
-        64, metavar="MIB", help="Largest body of an HTTP request.", minimum=1, maximum=4096, panel=ACCESS
+    request_log_texts: bool = _access(False, help="Write prompts and answers into it too.")
+    max_request_mib: int = _access(64, metavar="MIB", help="Largest body of an HTTP request.", minimum=1, maximum=4096)
+    request_timeout: float = _access(
+        3600.0, metavar="SECONDS", help="Longest time of an HTTP request, its answer included.", above=0
     )
-    request_timeout: float = option(
-        3600.0, metavar="SECONDS", help="Longest time of an HTTP request, its answer included.", above=0, panel=ACCESS
-    )
-    trace_to: str | None = option(
+    trace_to: str | None = _supervision(
         None,
         metavar="URL",
         help="Send OpenTelemetry traces of requests to this OTLP/HTTP receiver, such as "
         "http://localhost:4318/v1/traces.",
-        panel=SUPERVISION,
     )
-    trace_every: int = option(
-        1, metavar="N", help="With --trace-to: trace one of N requests.", minimum=1, panel=SUPERVISION
-    )
+    trace_every: int = _supervision(1, metavar="N", help="With --trace-to: trace one of N requests.", minimum=1)
     extra_arguments: tuple[str, ...] = ()  # for tritonserver
 
     def __post_init__(self) -> None:
