@@ -18,6 +18,7 @@ from typing import Any
 
 import trtserve
 from trtserve import errors
+from trtserve.bench.targets import RATES, TIMES
 from trtserve.cli.app import command_tree
 from trtserve.cli.parser import help_sections, split_help
 from trtserve.client.spec import REQUEST_OPTIONS, tensors_of
@@ -32,7 +33,18 @@ from trtserve.nvidia.releases.containers import (
 )
 from trtserve.nvidia.releases.converters import converters
 from trtserve.nvidia.releases.loaders import evidence, takes_stages
-from trtserve.pipeline.setup_file.content import json_schema
+from trtserve.pipeline.setup_file.content import (
+    AIMS,
+    BENCHMARK_KEYS,
+    SCALARS,
+    SEARCH_KEYS,
+    SERVED_MODEL,
+    benchmark_options,
+    cluster_options,
+    model_options,
+    range_options,
+    server_options,
+)
 from trtserve.repository.check import RULES
 from trtserve.repository.profiles import (
     BLS,
@@ -48,7 +60,9 @@ from trtserve.repository.profiles import (
 )
 from trtserve.repository.profiles import config_fields as template_fields
 from trtserve.repository.tables import releases_text
-from trtserve.specs.options import Option
+from trtserve.specs.bench import RANDOM
+from trtserve.specs.cluster import OPTIONS, ClusterSpec
+from trtserve.specs.options import Option, options_of
 
 DOCS = Path(__file__).parent
 COMMANDS = DOCS / "reference" / "cli"
@@ -382,6 +396,104 @@ def _replace(path: Path, text: str | None) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+_TYPES = {int: "integer", float: "number", bool: "boolean"}
+_TEXT = {"type": "string", "minLength": 1}
+_TIME = {"type": ["string", "number"], "description": "At most this time, such as 300ms or 2s."}
+_RATE = {"type": "number", "exclusiveMinimum": 0, "description": "At least this."}
+_BENCHMARK_TYPES: Mapping[str, Any] = {
+    "traffic": {"enum": list(RANDOM)},
+    "limits": {
+        "type": "object",
+        "properties": {**dict.fromkeys(TIMES, _TIME), **dict.fromkeys(RATES, _RATE)},
+        "additionalProperties": False,
+    },
+}
+
+
+def setup_schema() -> dict[str, Any]:
+    """Return the JSON schema (draft 2020-12) of setup files, from the same tables that their reader uses."""
+    texts = {name: {"type": "string", "minLength": 1, "description": text} for name, text in SCALARS.items()}
+    served = {"type": "string", "description": SERVED_MODEL}
+    clusters = {
+        kind: {
+            "type": "object",
+            "description": options_of(ClusterSpec)[kind].declared.help,
+            "properties": _properties(cluster_options(kind)),
+            "additionalProperties": False,
+        }
+        for kind in OPTIONS
+    }
+    measured = {
+        name: {"description": text, **_BENCHMARK_TYPES.get(name, _TEXT)} for name, text in BENCHMARK_KEYS.items()
+    }
+    ranges = {
+        name: {"type": "array", "minItems": 1, "items": _single(option)} for name, option in range_options().items()
+    }
+    searched = {
+        "goal": {"description": SEARCH_KEYS["goal"], **_TEXT},
+        "max": {"description": SEARCH_KEYS["max"], "enum": list(AIMS)},
+        "ranges": {
+            "type": "object",
+            "description": SEARCH_KEYS["ranges"],
+            "properties": ranges,
+            "additionalProperties": False,
+        },
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Setup file of trtserve",
+        "type": "object",
+        "properties": {
+            "models": _named("Models, by name.", {**texts, **_properties(model_options())}, "source"),
+            "servers": _named(
+                "Servers, by name.", {"model": served, **clusters, **_properties(server_options())}, "model"
+            ),
+            "benchmarks": _named("Benchmarks, by name.", {**measured, **_properties(benchmark_options())}, "server"),
+            "tune": _named(
+                "Searches, by name.", {**measured, **searched, **_properties(benchmark_options())}, "server"
+            ),
+        },
+        "required": ["models"],
+        "additionalProperties": False,
+    }
+
+
+def _named(description: str, properties: Mapping[str, Any], required: str) -> dict[str, Any]:
+    entry = {"type": "object", "properties": properties, "required": [required], "additionalProperties": False}
+    return {"type": "object", "description": description, "additionalProperties": entry}
+
+
+def _properties(options: Mapping[str, Option]) -> dict[str, Any]:
+    return {name: _property(option) for name, option in options.items()}
+
+
+def _property(option: Option) -> dict[str, Any]:
+    value = _value(option)
+    if option.container == "tuple":
+        value = {"type": "array", "items": value}
+    elif option.container == "dict":
+        value = {"type": "object", "additionalProperties": value}
+    if option.nullable:
+        value = {"anyOf": [value, {"type": "null"}]}
+    return {"description": option.declared.help, **value}
+
+
+def _single(option: Option) -> dict[str, Any]:
+    value = _value(option)
+    return {"anyOf": [value, {"type": "null"}]} if option.nullable else value
+
+
+def _value(option: Option) -> dict[str, Any]:
+    if option.choices:
+        return {"enum": list(option.choices)}
+    if option.type not in _TYPES:
+        # A version such as 25.12 needs no quotes: the file is read as it is written.
+        return {"type": ["string", "number", "boolean"]}
+    declared = option.declared
+    bounds = {"minimum": declared.minimum, "exclusiveMinimum": declared.above, "maximum": option.maximum}
+    return {"type": _TYPES[option.type], **{key: value for key, value in bounds.items() if value is not None}}
+
+
 def main(arguments: list[str]) -> int:
     """Write the pages, or with `--check` name the stale ones and return 1."""
     check = "--check" in arguments
@@ -399,7 +511,7 @@ def main(arguments: list[str]) -> int:
             stale.append(str(page.relative_to(DOCS.parent)))
             if not check:
                 page.write_text(new, encoding="utf-8")
-    schema = json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+    schema = json.dumps(setup_schema(), indent=2, ensure_ascii=False) + "\n"
     whole = {DOCS / "reference" / "setup-file.schema.json": schema, **command_pages()}
     for path in sorted({*whole, *COMMANDS.glob("*.md")}):
         text = whole.get(path)

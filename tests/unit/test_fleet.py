@@ -24,7 +24,7 @@ from trtserve.pipeline.fleet.content import read_fleet
 from trtserve.pipeline.fleet.handover import dynamo_graph, hand_over, kubernetes_objects, llm_d_values
 from trtserve.pipeline.fleet.simulation import Arrivals, Incident, ReplicaSpeed, Simulated, Simulation
 from trtserve.pipeline.fleet.sizing import fitted, simulate, size, waits
-from trtserve.pipeline.tuning.virtual_engine import Offered, serve
+from trtserve.pipeline.tuning.roofline import Offered, serve
 
 SPEED = ReplicaSpeed(step=0.02, sequence=0.001, prompt_token=0.0001, request=0.005, slots=8)
 FLEET = """\

@@ -18,15 +18,15 @@ from trtserve.cli import run
 from trtserve.errors import LockedError, ServerRunningError, UsageError
 from trtserve.files import locked
 from trtserve.pipeline.setup_file import plan as setup_plan
-from trtserve.pipeline.setup_file.content import Setup, json_schema
+from trtserve.pipeline.setup_file.content import Setup
 from trtserve.pipeline.setup_file.plan import bring_down, bring_up, plan_setup
 from trtserve.pipeline.setup_file.reading import read_setup, template
 from trtserve.server.state import Server, forget, start_lock, write_state
 from trtserve.store import Store
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "setups").glob("*.yaml"))
-jsonschema.Draft202012Validator.check_schema(json_schema())
-validate = jsonschema.Draft202012Validator(json_schema()).validate
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/setup-file.schema.json").read_text(encoding="utf-8"))
+validate = jsonschema.Draft202012Validator(SCHEMA).validate
 MODEL = "models:\n  demo:\n    source: demo\n"
 
 

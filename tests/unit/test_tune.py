@@ -28,11 +28,10 @@ from trtserve.executor.api import KvCacheConfig, Request
 from trtserve.pipeline.setup_file.content import json_schema
 from trtserve.pipeline.setup_file.reading import read_setup
 from trtserve.pipeline.tuning.answer import headline, make_answer, pareto, write_answer
-from trtserve.pipeline.tuning.roofline import MachineSpeed, ModelShape, SpeedModel
+from trtserve.pipeline.tuning.roofline import MachineSpeed, ModelShape, Offered, SpeedModel, serve
 from trtserve.pipeline.tuning.search import SURE, Goal, Race, Run, Search
 from trtserve.pipeline.tuning.space import Candidate, Space, Values, find_space
 from trtserve.pipeline.tuning.trials import Bench, Trials, measure_speed
-from trtserve.pipeline.tuning.virtual_engine import Offered, serve
 from trtserve.specs import BenchSpec, ServerSpec
 from trtserve.store import Store
 

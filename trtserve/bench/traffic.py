@@ -14,7 +14,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from trtserve.bench.records import Traffic, TrafficLimits, TrafficRequest, clip
 from trtserve.client.tokenizer import TokenizerFiles
@@ -22,12 +25,7 @@ from trtserve.errors import UsageError
 from trtserve.files import LARGEST_DATA, is_unicode, parse_json, read_text
 from trtserve.specs import BenchSpec
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-
-Prompt = tuple["npt.NDArray[np.int32]", "str | None"]
+Prompt = tuple[npt.NDArray[np.int32], str | None]
 """Token ids of a prompt, and its text for a text model."""
 
 
@@ -45,8 +43,6 @@ class IdWriter:
     """Writes random token ids within the vocabulary, without special tokens."""
 
     def __init__(self, limits: TrafficLimits, generator: np.random.Generator) -> None:
-        import numpy as np
-
         if limits.vocab_size is None:
             raise UsageError(
                 "The vocabulary size of the served engine is unknown here.",
@@ -58,13 +54,9 @@ class IdWriter:
         self._generator = generator
 
     def __call__(self, length: int) -> Prompt:
-        import numpy as np
-
         return self._generator.choice(self._ids, length).astype(np.int32), None
 
     def join(self, parts: Sequence[Prompt]) -> Prompt:
-        import numpy as np
-
         return np.concatenate([ids for ids, _ in parts]), None
 
 
@@ -81,8 +73,6 @@ class TextWriter:
     """
 
     def __init__(self, files: TokenizerFiles, *, special: bool, seed: int) -> None:
-        import numpy as np
-
         self._files = files
         self._special = special
         self._generator: np.random.Generator = np.random.default_rng([seed, 2])
@@ -93,8 +83,6 @@ class TextWriter:
 
         Every text has at least one word.
         """
-        import numpy as np
-
         words, tried = self._draw(length), []
         for _ in range(ATTEMPTS):
             text = self._separator.join(words)
@@ -110,8 +98,6 @@ class TextWriter:
 
     def join(self, parts: Sequence[Prompt]) -> Prompt:
         """Return the texts after each other; at their borders the number of tokens can differ by one."""
-        import numpy as np
-
         text = " ".join(text or "" for _, text in parts)
         return np.array(self._files.encode(text, special=self._special), np.int32), text
 
@@ -231,8 +217,6 @@ def dataset_traffic(
     Prompts longer than `max_input_len` are skipped, as upstream does. `special`: prompts are encoded with special
     tokens; `text`: the model gets prompts as text. Raises UsageError when no prompt is left.
     """
-    import numpy as np
-
     if spec.dataset is None:
         raise UsageError("--dataset is missing.")
     requests: list[TrafficRequest] = []
@@ -360,8 +344,6 @@ def replay(
     spec: BenchSpec, limits: TrafficLimits, *, write: Writer | None = None, end_id: int | None = None
 ) -> Traffic:
     """Return the first `num_requests` requests of a trace, `speed` times as fast as recorded."""
-    import numpy as np
-
     if spec.trace is None:
         raise UsageError("--trace is missing.")
     arrivals = read_trace(spec.trace)[: spec.num_requests]
@@ -410,8 +392,6 @@ def arrival_times(
     gamma gaps: 1 equals exponential, less is burstier, more is smoother. With `ramp_to` the rate changes linearly from
     `rate` to that rate.
     """
-    import numpy as np
-
     if kind == "constant":
         unit: npt.NDArray[np.float64] = np.arange(count, dtype=np.float64)
     else:
@@ -427,8 +407,6 @@ def _stretched(unit: npt.NDArray[np.float64], first: float, last: float, count: 
 
     The expected number of arrivals until t is first·t + slope·t²/2; this solves it for t.
     """
-    import numpy as np
-
     if first == last:
         return unit / first
     slope = (last**2 - first**2) / (2 * count)  # the ramp takes 2·count / (first + last) seconds
@@ -461,8 +439,6 @@ def token_norm_dist(
     Unlike upstream, random ids are inside the vocabulary, lengths above a limit are cut instead of dropped, and the
     same seed gives the same requests. `write` replaces the random ids; the lengths stay the same.
     """
-    import numpy as np
-
     generator = np.random.default_rng([spec.seed, 0])
     inputs = _lengths(generator.normal(spec.input_mean, spec.input_stdev, spec.num_requests))
     outputs = _lengths(generator.normal(spec.output_mean, spec.output_stdev, spec.num_requests))
@@ -473,8 +449,6 @@ def token_from_histogram(
     spec: BenchSpec, limits: TrafficLimits, *, write: Writer | None = None, end_id: int | None = None
 ) -> Traffic:
     """Return requests whose lengths have the frequencies of a histogram, uniform within a bucket."""
-    import numpy as np
-
     generator = np.random.default_rng([spec.seed, 0])
     buckets = EXAMPLE if spec.histogram == "example" else read_histogram(Path(spec.histogram))
     inputs, outputs = (_drawn(buckets[kind], spec.num_requests, generator) for kind in ("input", "output"))
@@ -543,8 +517,6 @@ def shared_prefixes(
 
     The lengths of `token_norm_dist` are those of the part after the prefix.
     """
-    import numpy as np
-
     room = (
         limits.max_input_len
         if limits.max_seq_len is None
@@ -577,8 +549,6 @@ def sessions(
 
     `num_requests` counts the requests of all turns. Conversations end early where the next turn would not fit.
     """
-    import numpy as np
-
     generator = np.random.default_rng([spec.seed, 3])
     writer = write or IdWriter(limits, generator)
     drawn = token_norm_dist(spec, limits, write=writer, end_id=end_id)
@@ -616,8 +586,6 @@ WRITTEN: dict[str, Callable[..., Traffic]] = {
 
 def with_cancellations(traffic: Traffic, spec: BenchSpec) -> Traffic:
     """Return the traffic with a part of its requests, `cancel_rate`, to be cancelled at a random token."""
-    import numpy as np
-
     if not spec.cancel_rate:
         return traffic
     generator = np.random.default_rng([spec.seed, 5])

@@ -15,7 +15,7 @@ from trtserve.cli.output import TerminalProgress, print_data, print_json, print_
 from trtserve.errors import UsageError
 from trtserve.nvidia.releases import NEWEST
 from trtserve.specs import RuntimeName, ServerSpec
-from trtserve.specs.tools import ForRelease
+from trtserve.specs.options import ForRelease
 
 if TYPE_CHECKING:
     from rich.text import Text

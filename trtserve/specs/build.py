@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Literal
 
-from trtserve.specs.options import option, panel_of
-from trtserve.specs.tools import InContainer
+from trtserve.specs.options import InContainer, option, panel_of
 
 KvPrecision = Literal["auto", "f32", "f16", "u8"]
 RuntimeName = Literal["auto", "tensorrt_llm", "llmapi", "torch", "vllm", "openvino"]

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from trtserve.errors import UsageError
-from trtserve.specs.options import given_flags, option
-from trtserve.specs.tools import NVIDIA_TOOLS, InContainer
+from trtserve.specs.options import NVIDIA_TOOLS, InContainer, given_flags, option
 
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 Quantization = Literal["none", "int8", "int4", "int4_awq", "int8_sq", "fp8"]

@@ -2,7 +2,7 @@
 
 `tp_size: int = option(1, "--tp-size", help="…", minimum=1)` gives the command line its option,
 `docs/reference/cli/` its line, the spec its check and `command_line.py` the words that ask for the same value.
-Nothing here knows the command line.
+Nothing here knows the command line. Options that several stages share are at the end.
 """
 
 from __future__ import annotations
@@ -349,3 +349,39 @@ def put_setting(into: dict[str, Any], key: str, value: object) -> None:
         if not isinstance(into, dict):
             raise UsageError(f"--set {key}: {parent} is set to {into!r} and has no parts.")
     into[name] = value
+
+
+NVIDIA_TOOLS = "NVIDIA's tools"
+_nvidia_tools = functools.partial(option, panel=NVIDIA_TOOLS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForRelease(Spec):
+    """The TensorRT-LLM to work for."""
+
+    trtllm_version: str | None = _nvidia_tools(
+        None,
+        metavar="VERSION",
+        help="TensorRT-LLM to work for, such as 1.2.0.",
+        unset="the engine's, else the installed one",
+        variable="TRTSERVE_TRTLLM_VERSION",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InContainer(ForRelease):
+    """The container to run NVIDIA's tools in."""
+
+    container: str | None = _nvidia_tools(
+        None,
+        "--container",
+        "--container-image",
+        metavar="IMAGE",
+        help="Run NVIDIA's tools in this container: a tag such as 25.12, or an image by name or digest.",
+    )
+    container_flags: tuple[str, ...] = _nvidia_tools(
+        (),
+        "--container-flag",
+        metavar="FLAG",
+        help="Pass FLAG to docker run unchanged, for example --container-flag=--shm-size=8g; repeatable.",
+    )

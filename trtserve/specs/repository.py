@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from trtserve.errors import UsageError
-from trtserve.specs.options import Spec, option
-from trtserve.specs.tools import ForRelease
+from trtserve.specs.options import ForRelease, Spec, option
 
 TritonBackend = Literal["tensorrtllm", "python"]
 BatchingStrategy = Literal["inflight_fused_batching", "inflight_batching", "V1"]

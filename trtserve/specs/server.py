@@ -10,8 +10,7 @@ from typing import Literal
 
 from trtserve.errors import UsageError
 from trtserve.host.machine import parse_cpus
-from trtserve.specs.options import Spec, option
-from trtserve.specs.tools import NVIDIA_TOOLS, InContainer
+from trtserve.specs.options import NVIDIA_TOOLS, InContainer, Spec, option
 
 GPUS = "Engines on GPUs"
 _gpus = partial(option, panel=GPUS)

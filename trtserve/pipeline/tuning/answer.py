@@ -21,11 +21,10 @@ from trtserve.errors import UsageError
 from trtserve.files import read_text, write_json, writing
 from trtserve.pipeline.setup_file.content import model_options
 from trtserve.pipeline.setup_file.reading import read_setup
-from trtserve.pipeline.tuning.roofline import Prediction
+from trtserve.pipeline.tuning.roofline import Offered, Prediction
 from trtserve.pipeline.tuning.search import RATE_OF, UNITS, Goal, Search
 from trtserve.pipeline.tuning.space import Values, words
 from trtserve.pipeline.tuning.trials import Trial
-from trtserve.pipeline.tuning.virtual_engine import Offered
 
 _FIGURES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
 

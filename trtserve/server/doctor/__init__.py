@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 from trtserve.errors import MachineError, TrtserveError
 from trtserve.executor.runtimes import RUNTIMES, runtimes_with
@@ -42,15 +42,11 @@ class CheckResult:
         return replace(self, state="unneeded") if self.state == "failed" and runtime not in self.needed_by else self
 
 
-class Reporter(Protocol):
-    """Make the results of a group of checks. A result that is ok has nothing to fix."""
+def report_for(group: Group, needed_by: frozenset[str] = NONE) -> Callable[..., CheckResult]:
+    """Return `report(name, state, evidence, fix="")`, which makes the results of a group.
 
-    def __call__(self, name: str, state: State, evidence: str, fix: str = "") -> CheckResult:
-        """Return a result."""
-
-
-def report_for(group: Group, needed_by: frozenset[str] = NONE) -> Reporter:
-    """Return what makes the results of a group, whose failures keep the runtimes `needed_by` from working."""
+    If one has failed, the runtimes `needed_by` cannot work; one that is ok has nothing to fix.
+    """
 
     def report(name: str, state: State, evidence: str, fix: str = "") -> CheckResult:
         fix = "" if state == "ok" else fix
