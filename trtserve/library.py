@@ -20,9 +20,8 @@ from trtserve.artifacts import ModelRepository
 from trtserve.client.answer import Answer, Generation
 from trtserve.client.endpoint import Endpoint, Tls
 from trtserve.client.grpc_transport import GrpcTransport
-from trtserve.client.inputs import RequestContext
 from trtserve.client.query import Pieces, connect, generate, request_contexts, request_id_of, stop_in_engine, stream
-from trtserve.client.request import model_request
+from trtserve.client.request import RequestContext, model_request
 from trtserve.client.spec import REQUEST_OPTIONS, QuerySpec
 from trtserve.client.tensors import CORE_MODEL
 from trtserve.errors import LockedError, RequestError, UsageError, did_you_mean

@@ -11,8 +11,7 @@ from tritonclient.grpc import service_pb2
 from trtserve.client.endpoint import plain, refused
 from trtserve.client.grpc_transport import infer_request, reply_of
 from trtserve.client.http_transport import generate_body
-from trtserve.client.inputs import RequestContext
-from trtserve.client.request import request_tensors
+from trtserve.client.request import RequestContext, request_tensors
 from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import ModelDescription, Tensor
 from trtserve.client.tokenizer import PreparedPrompts

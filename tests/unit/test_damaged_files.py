@@ -27,7 +27,7 @@ from trtserve.checkpoint.source import read_hf_config, weight_map
 from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.checkpoint.unified import read_config
 from trtserve.cli import run
-from trtserve.client.inputs import read_adapter_table, read_token_ids
+from trtserve.client.request import read_adapter_table, read_token_ids
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import ArtifactError, CorruptFileError, RepositoryError, UsageError
 from trtserve.executor.loaders import read_engine_config

@@ -16,8 +16,7 @@ from trtserve.artifacts import ModelRepository
 from trtserve.bench.messages import ignores_end, text_tensors
 from trtserve.bench.records import TrafficRequest
 from trtserve.cli import run
-from trtserve.client.inputs import RequestContext
-from trtserve.client.request import request_tensors
+from trtserve.client.request import RequestContext, request_tensors
 from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import ModelDescription, TensorDescription
 from trtserve.client.tokenizer import PreparedPrompts

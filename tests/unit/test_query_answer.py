@@ -14,7 +14,7 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.cli.query_output import Sink, as_json
 from trtserve.client.answer import Answer, GeneratedSequence, Generation
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.inputs import RequestContext
+from trtserve.client.request import RequestContext
 from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import ModelDescription, Reply, text_array
 from trtserve.client.tokenizer import PreparedPrompts, TokenizerFiles

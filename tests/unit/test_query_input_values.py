@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.described_models import described
-from trtserve.client.inputs import input_tensor, split_input
+from trtserve.client.request import input_tensor, split_input
 from trtserve.errors import UsageError
 
 CORE = described("tensorrt_llm")

@@ -11,8 +11,7 @@ import pytest
 
 from tests.support.described_models import described
 from tests.support.tiny_models import write_tiny_model
-from trtserve.client.inputs import RequestContext, read_token_ids
-from trtserve.client.request import request_tensors
+from trtserve.client.request import RequestContext, read_token_ids, request_tensors
 from trtserve.client.spec import REQUEST_OPTIONS, QuerySpec, is_direct, tensors_of
 from trtserve.client.tensors import ModelDescription, Tensor
 from trtserve.client.tokenizer import PreparedPrompts, TokenizerFiles

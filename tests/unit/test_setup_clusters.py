@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import jsonschema
 import pytest
 import yaml
 
+from tests.support.setup_schema import validate_setup
 from trtserve.cli import run
 from trtserve.errors import UsageError
-from trtserve.pipeline.setup_file.content import json_schema
 from trtserve.pipeline.setup_file.reading import read_setup
 from trtserve.specs.cluster import KubernetesOptions, SlurmOptions
 
@@ -32,12 +31,12 @@ def test_the_keys_are_the_options_of_start(tmp_path: Path) -> None:
     assert server.cluster is not None
     assert server.cluster.options == SlurmOptions(account="research", time="08:00:00", flags=("--exclusive",))
     assert (server.cluster.spec.nodes, server.cluster.place) == (2, tmp_path / "job")
-    jsonschema.validate(yaml.safe_load(JOB.replace("08:00:00", '"08:00:00"')), json_schema())
+    validate_setup(yaml.safe_load(JOB.replace("08:00:00", '"08:00:00"')))
     (server,) = read_setup(written(tmp_path, MANIFEST)).servers
     assert server.cluster is not None
     assert server.cluster.options == KubernetesOptions(claim="models", namespace="serving")
     assert server.cluster.place == tmp_path / "far.yaml"
-    jsonschema.validate(yaml.safe_load(MANIFEST), json_schema())
+    validate_setup(yaml.safe_load(MANIFEST))
 
 
 @pytest.mark.parametrize(

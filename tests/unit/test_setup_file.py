@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests.support.server_records import server_record
+from tests.support.setup_schema import validate_setup
 from trtserve.artifacts import Engine
 from trtserve.cli import run
 from trtserve.errors import LockedError, ServerRunningError, UsageError
@@ -25,8 +26,6 @@ from trtserve.server.state import Server, forget, start_lock, write_state
 from trtserve.store import Store
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "setups").glob("*.yaml"))
-SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/setup-file.schema.json").read_text(encoding="utf-8"))
-validate = jsonschema.Draft202012Validator(SCHEMA).validate
 MODEL = "models:\n  demo:\n    source: demo\n"
 
 
@@ -41,7 +40,7 @@ def test_examples_are_valid(path: Path) -> None:
     setup = read_setup(path)
     assert setup.models
     assert setup.servers
-    validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    validate_setup(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
 def test_template_is_valid_with_every_commented_key_but_the_draft(tmp_path: Path) -> None:
@@ -51,7 +50,7 @@ def test_template_is_valid_with_every_commented_key_but_the_draft(tmp_path: Path
     setup = setup_of(tmp_path, text)
     assert (setup.models[0].convert.quantize, setup.models[0].convert.tp_size) == ("int8", 2)
     assert setup.servers[0].spec.restart == "on-failure"
-    validate(yaml.safe_load(text))
+    validate_setup(yaml.safe_load(text))
 
 
 def test_values_become_specs(tmp_path: Path) -> None:
@@ -87,7 +86,7 @@ def test_benchmarks_have_traffic_and_limits(tmp_path: Path) -> None:
     assert (asked.spec.traffic, asked.spec.dataset) == ("dataset", tmp_path / "questions.json")
     # As `bench dataset` does: an end token ends an answer.
     assert (asked.spec.num_requests, asked.spec.ignore_eos, asked.out) == (5, False, tmp_path / "results")
-    validate(yaml.safe_load((tmp_path / "setup.yaml").read_text(encoding="utf-8")))
+    validate_setup(yaml.safe_load((tmp_path / "setup.yaml").read_text(encoding="utf-8")))
 
 
 def test_draft_models_come_first(tmp_path: Path) -> None:
@@ -172,7 +171,7 @@ def test_mistakes_are_refused_with_their_line(tmp_path: Path, text: str, message
 )
 def test_schema_refuses_too(content: dict[str, Any]) -> None:
     with pytest.raises(jsonschema.ValidationError):
-        validate(content)
+        validate_setup(content)
 
 
 def test_init_keeps_an_existing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.support.tiny_models import write_tiny_model
 from trtserve.cli import run
 from trtserve.errors import ModelNotFoundError, UsageError
-from trtserve.pipeline.known_models import known_models
+from trtserve.pipeline.estimate import known_models
 from trtserve.store.sources import ALIASES, RESERVED_NAMES, other_meaning, parse_source, served_name
 
 

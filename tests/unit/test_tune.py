@@ -16,6 +16,7 @@ import yaml
 from tests.support.bench_records import answered, report_of
 from tests.support.executors import executors
 from tests.support.fake_model import VOCAB
+from tests.support.setup_schema import validate_setup
 from tests.support.tuning_landscapes import VirtualTrials
 from tests.support.virtual_replicas import ANSWER, PROMPT, HeldModel, VirtualReplica
 from tests.support.virtual_replicas import SPEED as SPEED_OF_REPLICA
@@ -25,7 +26,6 @@ from trtserve.bench.targets import goal_words, read_goal
 from trtserve.cli import run
 from trtserve.errors import UsageError
 from trtserve.executor.api import KvCacheConfig, Request
-from trtserve.pipeline.setup_file.content import json_schema
 from trtserve.pipeline.setup_file.reading import read_setup
 from trtserve.pipeline.tuning.answer import headline, make_answer, pareto, write_answer
 from trtserve.pipeline.tuning.roofline import MachineSpeed, ModelShape, Offered, SpeedModel, serve
@@ -452,9 +452,9 @@ def test_wrong_ranges_are_refused(tmp_path: Path, line: str, message: str) -> No
 
 def test_the_schema_knows_searches(tmp_path: Path) -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    jsonschema.validate(yaml.safe_load(TEXT), json_schema())
+    validate_setup(yaml.safe_load(TEXT))
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(yaml.safe_load(TEXT.replace("[1, 2, 4, 8, 16]", "[many]")), json_schema())
+        validate_setup(yaml.safe_load(TEXT.replace("[1, 2, 4, 8, 16]", "[many]")))
 
 
 def test_data_types_have_costs_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, variance
 
@@ -33,6 +34,7 @@ _MEASURES: dict[str, _Measure] = {
     "time per output token (ms)": per_token_ms,
     "request latency (ms)": latency_ms,
 }
+_start = attrgetter("started")
 # Several intervals are looked at together (Bonferroni).
 _EACH = 1 - (1 - _LEVEL) / len(_MEASURES)
 
@@ -95,10 +97,6 @@ def failed_share(reports: Sequence[BenchReport]) -> float:
     return sum(each.failed for each in counts) / max(1, sum(each.sent for each in counts))
 
 
-def _start(report: BenchReport) -> str:
-    return report.started
-
-
 def _of_requests(
     name: str, measure: _Measure, before: BenchReport, after: BenchReport, drift: float
 ) -> Difference | None:
@@ -130,8 +128,8 @@ def _of_runs(
     name: str, measure: _Measure, before: Sequence[BenchReport], after: Sequence[BenchReport]
 ) -> Difference | None:
     """Compare the means of the runs of two sides, which are in order of time."""
-    sides = [[_mean(each, measure) for each in side] for side in (before, after)]
-    first, second = ([mean for mean in side if mean is not None] for side in sides)
+    found = ([_values(each, measure).values() for each in side] for side in (before, after))
+    first, second = ([fmean(value for _, value in values) for values in side if values] for side in found)
     if len(first) < len(before) or len(second) < len(after):
         return None
     base, change, paired = fmean(first), fmean(second) - fmean(first), take_turns(before, after)
@@ -170,11 +168,6 @@ def _difference(
         pairs=pairs,
         runs=runs,
     )
-
-
-def _mean(report: BenchReport, measure: _Measure) -> float | None:
-    values = [value for _, value in _values(report, measure).values()]
-    return fmean(values) if values else None
 
 
 def _values(report: BenchReport, measure: _Measure) -> dict[int, tuple[int, float]]:

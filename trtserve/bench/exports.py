@@ -52,7 +52,12 @@ def _write_exports(report: BenchReport, folder: Path) -> None:
     """Write each tool's figures as JSON and CSV, and its file of single requests, `profile_export.json` or `.jsonl`."""
     completed = [record for record in report.records if record.status == "completed"]
     values = {name: found for name, found in _values(completed, streaming=report.streaming).items() if found[1]}
-    totals = _totals(report)
+    statistics = report.statistics
+    totals = {
+        "output_token_throughput": ("tokens/sec", statistics.output_tokens_per_second),
+        "request_throughput": ("requests/sec", statistics.requests_per_second),
+        "request_count": ("requests", float(statistics.counts.completed)),
+    }
     write_json(folder / "profile_export_genai_perf.json", _genai_perf(values, totals, report))
     write_json(folder / "profile_export.json", _raw_profile(report))
     write_json(folder / "profile_export_aiperf.json", _aiperf(values, totals, report))
@@ -87,15 +92,6 @@ def _values(completed: Sequence[RequestRecord], *, streaming: bool) -> dict[str,
         "inter_token_latency": ("ms", per_token),
         **found,
         "output_token_throughput_per_user": ("tokens/sec/user", [1000 / value for value in per_token if value > 0]),
-    }
-
-
-def _totals(report: BenchReport) -> dict[str, tuple[str, float]]:
-    statistics = report.statistics
-    return {
-        "output_token_throughput": ("tokens/sec", statistics.output_tokens_per_second),
-        "request_throughput": ("requests/sec", statistics.requests_per_second),
-        "request_count": ("requests", float(statistics.counts.completed)),
     }
 
 

@@ -531,8 +531,9 @@ def shared_prefixes(
     writer = write or IdWriter(limits, generator)
     shared = [writer(spec.prefix_len) for _ in range(spec.num_prefixes)]
     own = generator.random(spec.num_requests) >= spec.reuse_rate
-    after = _beyond(limits, spec.prefix_len)
-    traffic = token_norm_dist(spec, after, write=writer, end_id=end_id)
+    bounds = {name: getattr(limits, name) for name in ("max_input_len", "max_seq_len")}
+    after = {name: bound - spec.prefix_len for name, bound in bounds.items() if bound is not None}
+    traffic = token_norm_dist(spec, replace(limits, **after), write=writer, end_id=end_id)
     requests = []
     for index, request in enumerate(traffic.requests):
         prefix = writer(spec.prefix_len) if own[index] else shared[int(generator.integers(len(shared)))]
@@ -563,15 +564,6 @@ def sessions(
         turns, used = turns + 1, used + length + request.output_len
     note = f"{len(requests)} requests are the turns of {session + 1} conversations."
     return replace(drawn, requests=tuple(requests), notes=(*drawn.notes, note))
-
-
-def _beyond(limits: TrafficLimits, used: int) -> TrafficLimits:
-    """Return the limits that remain after `used` tokens of the prompt."""
-    return replace(
-        limits,
-        max_input_len=None if limits.max_input_len is None else limits.max_input_len - used,
-        max_seq_len=None if limits.max_seq_len is None else limits.max_seq_len - used,
-    )
 
 
 # Kinds whose prompts are written here; a dataset brings its own.

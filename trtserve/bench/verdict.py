@@ -249,10 +249,9 @@ def judge(
         ("overloaded", _overload(statistics, records, concurrency=concurrency)),
         ("not-steady", _unsteadiness(statistics, records)),
     )
-    return next((Verdict(judgement=name, reasons=tuple(found)) for name, found in checks if found), _VALID)
-
-
-_VALID = Verdict(judgement="valid")
+    return next(
+        (Verdict(judgement=name, reasons=tuple(found)) for name, found in checks if found), Verdict(judgement="valid")
+    )
 
 
 def _client_limits(statistics: Statistics, health: Sequence[WorkerHealth], *, capacity: float | None) -> list[str]:

@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -29,7 +29,7 @@ import uvloop
 
 from trtserve.bench.messages import repeats_prompt, takes_text
 from trtserve.bench.monitoring import HealthMonitor, Live, LoadSampler, Totals, WorkerHealth, shared_cells
-from trtserve.bench.records import DecodedResponse, RequestRecord, Status, TrafficRequest, pooled
+from trtserve.bench.records import RequestRecord, Status, TrafficRequest, pooled
 from trtserve.bench.transport import Chunk, LoadTarget, SendError, make_transport
 from trtserve.errors import BenchmarkError, RequestError, ServerUnreachableError, TrtserveError
 
@@ -299,20 +299,15 @@ class LoadWorker:
             if text:
                 record.responses = responses
             else:
-                record.arrivals = list(self._arrivals(record, responses))
+                repeats = not record.streamed and repeats_prompt(self._load.target.model)
+                repeated = record.input_tokens if repeats else 0
+                record.arrivals = [(e.time_ns, n) for e in responses if (n := (e.tokens or 0) - repeated) > 0]
             error = next((each.error for each in responses if each.error), None)
             if error is not None:
                 record.status, record.error = "failed", error
             answered = record.arrivals or any(each.text or each.tokens for each in responses) or self._load.may_be_empty
             if record.status == "completed" and not answered:
                 record.status, record.error = "failed", "answer without tokens"
-
-    def _arrivals(self, record: RequestRecord, responses: Sequence[DecodedResponse]) -> Iterator[tuple[int, int]]:
-        repeated = not record.streamed and repeats_prompt(self._load.target.model)
-        for each in responses:
-            tokens = (each.tokens or 0) - (record.input_tokens if repeated else 0)
-            if tokens > 0:
-                yield each.time_ns, tokens
 
 
 _CLOCK_MONOTONIC = 1

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from rich.segment import Segment
 
     from trtserve.client.endpoint import Endpoint
-    from trtserve.client.inputs import RequestContext
     from trtserve.client.query import AnswerTimes, Conversation, TextFilter
+    from trtserve.client.request import RequestContext
 
 _PAUSES = 4.0  # between two drawings, in times of what a drawing takes
 _LOCAL_MODES = 3  # in the list of tcgetattr

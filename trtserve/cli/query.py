@@ -143,7 +143,7 @@ def query(
 
 def _complete(spec: QuerySpec, request: RequestOptions, places: QueryPlaces, words: list[str] | None) -> QuerySpec:
     """Add prompts, request options and further inputs to `spec`, all in UTF-8 whatever the terminal's encoding is."""
-    from trtserve.client.inputs import split_input
+    from trtserve.client.request import split_input
 
     texts, token_ids = read_prompts(
         words, prompts=places.prompts, file=places.input_file, tokens=places.input_tokens_csv
@@ -310,7 +310,7 @@ def read_prompts(
     if len(used) > 1:
         raise UsageError(f"Prompts come from {' and '.join(used)}; use one of them.")
     if tokens is not None:
-        from trtserve.client.inputs import read_token_ids
+        from trtserve.client.request import read_token_ids
 
         return (), read_token_ids(tokens, "--input-tokens-csv")
     if prompts:

@@ -14,7 +14,7 @@ from trtserve.errors import RepositoryError, UsageError
 if TYPE_CHECKING:
     from trtserve.client.answer import GeneratedSequence, Generation
     from trtserve.client.endpoint import Endpoint
-    from trtserve.client.inputs import RequestContext
+    from trtserve.client.request import RequestContext
     from trtserve.client.spec import QuerySpec
 
 # Outputs with at most this many values are printed; larger ones as a shape, or a file if there is a folder.

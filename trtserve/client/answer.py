@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trtserve.client.endpoint import understood
-from trtserve.client.inputs import RequestContext
+from trtserve.client.request import RequestContext
 from trtserve.client.tensors import IDS_OUTPUT, TEXT_INPUT, TEXT_OUTPUT, Reply
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import RequestError

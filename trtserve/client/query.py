@@ -16,8 +16,7 @@ from typing import Any
 from trtserve.client.answer import Answer, Generation
 from trtserve.client.endpoint import Endpoint, RequestCancelledError
 from trtserve.client.grpc_transport import grpc_client
-from trtserve.client.inputs import RequestContext
-from trtserve.client.request import model_request
+from trtserve.client.request import RequestContext, model_request
 from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import (
     IDS_INPUT,

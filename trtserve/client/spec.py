@@ -2,7 +2,7 @@
 
 An option fills the input of its own name. Where releases and models name it differently, `tensors` lists the names,
 newest first, and the first that the model declares is filled. An option that is not `direct` becomes the tensor's
-value in `request.py` or `inputs.py`: words turn into ids, files into arrays.
+value in `request.py`: words turn into ids, files into arrays.
 """
 
 from __future__ import annotations

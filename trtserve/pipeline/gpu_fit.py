@@ -36,6 +36,9 @@ _BLOCK = 32
 _GPUS_PER_NODE = 8
 # GPU counts of common machines, and sizes that divide the heads and layers of some models only.
 _WORLDS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
+_PARALLEL_SIZES = [
+    (size, world // size) for world in _WORLDS for size in range(min(world, _GPUS_PER_NODE), 0, -1) if world % size == 0
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +97,7 @@ def fit_gpu(config: CheckpointConfig, spec: BuildSpec, gpu: Gpu) -> GpuFit:
 
 def smallest_fit(config: CheckpointConfig, spec: BuildSpec, gpu: Gpu) -> GpuFit | None:
     """Return the fewest GPUs that serve one longest sequence, preferring tensor parallelism within a node."""
-    for tp_size, pp_size in _parallel_sizes():
+    for tp_size, pp_size in _PARALLEL_SIZES:
         try:
             check_parallel_sizes(config, tp_size, pp_size)
             if config.quantization.algorithm == GPTQ:
@@ -133,13 +136,6 @@ def shorter_fit(config: CheckpointConfig, spec: BuildSpec, gpu: Gpu) -> int | No
     """Return the longest --max-seq-len with which one sequence fits, or None when not even one block does."""
     fit = fit_gpu(config, replace(spec, max_seq_len=None, max_input_len=None), gpu)
     return min(fit.tokens, fit.limits.max_seq_len) or None
-
-
-def _parallel_sizes() -> Iterator[tuple[int, int]]:
-    for world in _WORLDS:
-        for tp_size in range(min(world, _GPUS_PER_NODE), 0, -1):
-            if world % tp_size == 0:
-                yield tp_size, world // tp_size
 
 
 def _limits(config: CheckpointConfig, spec: BuildSpec) -> Limits:

@@ -517,13 +517,12 @@ def expected_seconds(runs: Runs, stage: str, size: int) -> float | None:
 
     The newest run counts among equal sizes. Returns None without a comparable run: small ones mostly measure start-up.
     """
-    measured = [run for run in runs.get(stage, []) if run["seconds"] > 0 and _speaks(int(run["bytes"]), size)]
+    measured = [
+        run
+        for run in runs.get(stage, [])
+        if run["seconds"] > 0 and (run["bytes"] >= _TELLING_BYTES or 0 < size <= _FEW_TIMES * run["bytes"])
+    ]
     if not measured or size <= 0:
         return None
     nearest = min(reversed(measured), key=lambda run: abs(math.log(run["bytes"] / size)))
     return float(nearest["seconds"]) * size / int(nearest["bytes"])
-
-
-def _speaks(measured: int, size: int) -> bool:
-    """Return whether a run over `measured` bytes predicts one over `size`."""
-    return measured >= _TELLING_BYTES or 0 < size <= _FEW_TIMES * measured

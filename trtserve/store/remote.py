@@ -172,8 +172,8 @@ class Layout:
             if reference in (entry.get("digest"), _tag(entry)):
                 blob = Blob(str(entry.get("digest")), entry.get("size", -1))
                 return b"".join(self.receive(Blob(blob.digest, min(blob.size, LARGEST_MANIFEST))))
-        if tags := self._tags():
-            raise ModelNotFoundError(f"{self.text} has nothing under {reference}.", hint=f"There: {tags}")
+        if tags := [str(_tag(entry))[:200] for entry in self._entries()[:20]]:
+            raise ModelNotFoundError(f"{self.text} has nothing under {reference}.", hint=f"There: {', '.join(tags)}")
         raise ModelNotFoundError(
             f"{self.text} holds nothing that `trtserve push` has stored.",
             hint="Check its spelling. A model of the hub or in a folder is imported: trtserve import MODEL",
@@ -234,9 +234,6 @@ class Layout:
         if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
             raise CorruptFileError(f"{self.text}/index.json lists no manifests.", hint="Push to another place.")
         return found
-
-    def _tags(self) -> str:
-        return ", ".join(str(_tag(entry))[:200] for entry in self._entries()[:20])
 
 
 def _read(handle: Any, size: int) -> bytes:

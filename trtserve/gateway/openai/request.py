@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
-from trtserve.client.inputs import RequestContext
-from trtserve.client.request import VLLM_SEEDS, request_tensors, vllm_guide
+from trtserve.client.request import VLLM_SEEDS, RequestContext, request_tensors, vllm_guide
 from trtserve.client.spec import QuerySpec, tensors_of
 from trtserve.client.tensors import IDS_INPUT, VLLM_INPUT, Tensor
 from trtserve.client.tokenizer import PreparedPrompts, end_words, find_chat_template, text_to_send

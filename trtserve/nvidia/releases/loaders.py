@@ -269,7 +269,9 @@ def _renames(architecture: str, release: str | None = None) -> list[tuple[str, s
 
 def problems(config: CheckpointConfig, release: str) -> list[Problem]:
     """Return what the loader of `release` refuses in a checkpoint's config, or would load as another model."""
-    return [*model_problems(config, release), *_foreign_keys(config, release)]
+    foreign = (f"its loader refuses the key {key} of config.json" for key in foreign_keys(config, release))
+    fix = f"Convert again with --trtllm-version {release}."
+    return [*model_problems(config, release), *(Problem(what=what, fix=fix) for what in foreign)]
 
 
 def model_problems(config: CheckpointConfig, release: str) -> list[Problem]:
@@ -329,16 +331,6 @@ def _stage_problems(config: CheckpointConfig, release: str) -> list[Problem]:
             fix=f"Sizes that fit: {fitting}; or use TensorRT-LLM {later} or newer.",
             option=True,
         )
-    ]
-
-
-def _foreign_keys(config: CheckpointConfig, release: str) -> list[Problem]:
-    return [
-        Problem(
-            what=f"its loader refuses the key {key} of config.json",
-            fix=f"Convert again with --trtllm-version {release}.",
-        )
-        for key in foreign_keys(config, release)
     ]
 
 

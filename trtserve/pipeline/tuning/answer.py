@@ -192,7 +192,8 @@ def _with_value(text: str, place: tuple[str, str], key: str, value: Any, comment
     written = yaml.safe_dump(value).removesuffix("...\n").strip()
     if node.flow_style:
         pairs = {at.value: text[below.start_mark.index : below.end_mark.index] for at, below in node.value}
-        column = _indent(text, node.start_mark.index) + 2
+        before = text[: node.start_mark.index].rpartition("\n")[2]
+        column = len(before) - len(before.lstrip()) + 2
         lines = [f"{' ' * column}{at}: {below}" for at, below in {**pairs, key: written}.items()]
         place_of = next(number for number, line in enumerate(lines) if line.strip().startswith(f"{key}:"))
         lines.insert(place_of, f"{' ' * column}# {comment}")
@@ -207,11 +208,6 @@ def _with_value(text: str, place: tuple[str, str], key: str, value: Any, comment
     start = text.rfind("\n", 0, at.start_mark.index) + 1
     changed_line = text[start : below.start_mark.index] + written + text[below.end_mark.index :]
     return f"{text[:start]}{pad}# {comment}\n{changed_line}"
-
-
-def _indent(text: str, index: int) -> int:
-    line = text[text.rfind("\n", 0, index) + 1 : index]
-    return len(line) - len(line.lstrip())
 
 
 def _write_page(search: Search, answer: TuneAnswer, path: Path) -> None:

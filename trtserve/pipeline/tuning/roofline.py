@@ -3,9 +3,9 @@
 The figures of a machine are measured once (`trtserve doctor --measure`). A prediction is a run of an engine in virtual
 time whose steps cost a sum of terms. Requests of a closed loop come in waves, prompts share steps with answers, and a
 full engine lets others wait: percentiles follow from that, not from means. Steps between two events are alike and are
-taken at once, so a run costs a few events for each request. Trials correct the weight of each term, from rates and times together, and what
-the terms cannot say: a Gaussian process (Rasmussen and Williams, 2006, section 2.7) over the logarithms of all figures,
-with the weights as its linear part. So every prediction has an uncertainty.
+taken at once, so a run costs a few events for each request. Trials correct the weight of each term, from rates and
+times together, and what the terms cannot say: a Gaussian process (Rasmussen and Williams, 2006, section 2.7) over the
+logarithms of all figures, with the weights as its linear part. So every prediction has an uncertainty.
 """
 
 from __future__ import annotations
@@ -398,7 +398,8 @@ class SpeedModel:
     def outlook(self, lanes: Sequence[tuple[ModelShape, Offered]], names: Sequence[str]) -> tuple[Terms, Terms]:
         """Return the logarithms of figures that are expected, and their standard deviations: [lanes, names] each."""
         points = self._points([(*lane, name) for lane in lanes for name in names])
-        mean, variance = points.mean, self._variance(points)
+        linear = self.doubt**2 * (1 + _KINDS**2) * (points.terms**2).sum(axis=1)
+        mean, variance = points.mean, linear + (self._scales[0] * points.misfit()) ** 2
         if self._known is not None:
             seen, inverse, pull = self._known
             across = points.covariance(seen, self.doubt, self._scales[0])
@@ -406,10 +407,6 @@ class SpeedModel:
             variance = variance - np.einsum("ij,jk,ik->i", across, inverse, across)
         shape = len(lanes), len(names)
         return mean.reshape(shape), np.sqrt(np.maximum(1e-8, variance)).reshape(shape)
-
-    def _variance(self, points: _Points) -> Terms:
-        linear = self.doubt**2 * (1 + _KINDS**2) * (points.terms**2).sum(axis=1)
-        return np.asarray(linear + (self._scales[0] * points.misfit()) ** 2)
 
     def _points(self, figures: Sequence[tuple[ModelShape, Offered, str]]) -> _Points:
         places, terms, means = [], [], []

@@ -92,7 +92,9 @@ def find_space(setup: Setup, search: SearchSetup, *, store: Store, progress: Pro
     if count > _MOST:
         raise UsageError(f"The ranges have {count} combinations; at most {_MOST} are searched.", hint="Leave some out.")
     own = _candidate((), model, server, store, progress)
-    found, refused, current = {own.values: own}, dict[str, str](), _current(model, server)
+    found, refused = {own.values: own}, dict[str, str]()
+    specs = (server.spec, model.repository, model.build, model.convert)
+    current = {name: getattr(spec, name) for spec in specs for name in options_of(type(spec))}
     for chosen in itertools.product(*ranges.values()):
         pairs = zip(ranges, chosen, strict=True)
         values = tuple((name, value) for name, value in pairs if value != current[name])
@@ -131,11 +133,6 @@ def _loads(ranges: Mapping[str, Sequence[Any]], spec: BenchSpec) -> tuple[Values
     if not ranges and not spec.open_loop:
         ranges = {"concurrency": (spec.concurrency,) if spec.concurrency else _LEVELS}
     return tuple(tuple(zip(ranges, chosen, strict=True)) for chosen in itertools.product(*ranges.values()))
-
-
-def _current(model: ModelSetup, server: ServerSetup) -> dict[str, Any]:
-    specs = (server.spec, model.repository, model.build, model.convert)
-    return {name: getattr(spec, name) for spec in specs for name in options_of(type(spec))}
 
 
 def changed(model: ModelSetup, server: ServerSpec, values: Mapping[str, Any]) -> tuple[ModelSetup, ServerSpec]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from trtserve.client.inputs import AdapterEntry, read_adapter_table
+from trtserve.client.request import AdapterEntry, read_adapter_table
 from trtserve.errors import RepositoryError, TrtserveError, counted
 from trtserve.files import read_text, whole_number
 from trtserve.nvidia.engine_files import begins_like_an_engine
