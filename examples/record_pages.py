@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 QUESTIONS = ("What is ML?", "What is a KV cache?", "What is a tokenizer?")
 SOURCES = {
     "page": ("trtserve/gateway/page/index.html", "trtserve/gateway/page/markdown.js"),
-    "report": ("trtserve/bench/report.py", "trtserve/bench/plots.py"),
+    "report": ("trtserve/bench/report.py", "trtserve/bench/plots.py", "trtserve/bench/plots.css"),
 }
 """What each picture shows is written in these files."""
 DIGESTS = "pictures.json"

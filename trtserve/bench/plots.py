@@ -360,48 +360,6 @@ def _heat_map(records: Sequence[RequestRecord]) -> Spec | None:
     )
 
 
-_STYLE = """
-:root { color-scheme: light dark; --page: #f6f7f5; --card: #fff; --text: #1c2420; --soft: #56615b; --line: #dde2de;
-  --good: #2f6b1c; --good-bg: #e4efdf; --doubt: #8a5300; --doubt-bg: #fbefd9; }
-@media (prefers-color-scheme: dark) { :root { --page: #141816; --card: #1d2320; --text: #e6ebe8; --soft: #a3aea8;
-  --line: #343d38; --good: #8fd06f; --good-bg: #26371f; --doubt: #f0b35a; --doubt-bg: #3a2d17; } }
-* { box-sizing: border-box; }
-body { font: 15px/1.5 system-ui, sans-serif; background: var(--page); color: var(--text); margin: 0 auto;
-  padding: 2rem 1.5rem 3rem; max-width: 76rem; }
-h1 { font-size: 1.75rem; line-height: 1.25; margin: .25rem 0 .5rem; letter-spacing: -.01em; }
-h2 { font-size: 1.05rem; margin: 2.25rem 0 .6rem; }
-p { margin: .4rem 0; max-width: 60rem; } .soft, dt, .eyebrow { color: var(--soft); }
-.eyebrow { font-size: .85rem; overflow-wrap: anywhere; }
-.badge { display: inline-block; border-radius: 1rem; padding: .05rem .7rem; margin-right: .3rem; font-weight: 600;
-  font-size: .9rem; color: var(--doubt); background: var(--doubt-bg); }
-.badge.valid { color: var(--good); background: var(--good-bg); }
-.tiles { display: grid; gap: .75rem; margin: 1.25rem 0; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); }
-.tiles div, figure, .table, .card { background: var(--card); border: 1px solid var(--line); border-radius: .6rem; }
-.tiles div { padding: .7rem .9rem; } .tiles strong { display: block; font-size: 1.45rem; line-height: 1.2;
-  font-variant-numeric: tabular-nums; white-space: nowrap; } .tiles span { color: var(--soft); font-size: .85rem; }
-.plots { display: grid; gap: 1rem; margin: 1.25rem 0;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr)); }
-figure { margin: 0; padding: .8rem 1rem; overflow-x: auto; } figure.wide { grid-column: 1 / -1; }
-figcaption { font-weight: 600; font-size: .95rem; margin-bottom: .4rem; }
-figcaption p { margin: .1rem 0 0; font-weight: 400; font-size: .85rem; color: var(--soft); }
-figure svg { display: block; width: 100%; height: auto; min-width: 20rem; } figure.wide svg { min-width: 38rem; }
-.table { overflow-x: auto; margin: .5rem 0 1rem; } table { border-collapse: collapse; width: 100%; }
-td, th { padding: .45rem .9rem; border-top: 1px solid var(--line); text-align: right; vertical-align: top;
-  font-variant-numeric: tabular-nums; white-space: nowrap; }
-tr:first-child th { border-top: 0; color: var(--soft); font-weight: 600; font-size: .85rem; }
-td:first-child, th:first-child { text-align: left; white-space: normal; min-width: 9rem; }
-td small { display: block; color: var(--soft); }
-.card { padding: .8rem 1rem; } ul.card { padding-left: 2.1rem; } li { margin: .3rem 0; }
-summary { cursor: pointer; color: var(--soft); } details .table { max-width: 34rem; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1.25rem; margin: 0; }
-dd { margin: 0; overflow-wrap: anywhere; }
-code { font: .9em/1.5 ui-monospace, monospace; background: var(--page); border-radius: .25rem; padding: .1em .35em; }
-@media (max-width: 36rem) { body { padding: 1rem .75rem 2rem; } h1 { font-size: 1.35rem; }
-  .tiles { grid-template-columns: 1fr 1fr; } dl { grid-template-columns: 1fr; } dt { margin-top: .4rem; } }
-@media print { body { max-width: none; padding: 0; } figure, .tiles, tr { break-inside: avoid; } }
-"""
-
-
 def _page(reports: Sequence[BenchReport], figures: Sequence[str]) -> str:
     """Return the page: the answer, the figures that matter most, the plots, all figures, and where they come from."""
     last = reports[-1]
@@ -520,9 +478,10 @@ def _with_code(text: str) -> str:
 
 
 def _document(title: str, parts: Sequence[str]) -> str:
+    style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{_STYLE}</style>"
+        f"<title>{html.escape(title)}</title><style>\n{style}</style>"
     )
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
 

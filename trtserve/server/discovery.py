@@ -15,8 +15,7 @@ from trtserve.server.triton import server_log
 from trtserve.server.triton.server_log import last_lines
 from trtserve.store import Store
 
-_LOADED_WITHIN = 600.0
-"""Seconds for the first answer of a model that is loaded for it."""
+_LOADED_WITHIN = 600.0  # seconds for the first answer of a model that is loaded for it
 
 
 def find_server(name: str | None = None, *, store: Store | None = None, hint: str = "") -> Server:

@@ -45,14 +45,10 @@ class Stub(ProcessId):
 class Failure:
     """Why a server ended, or was started again."""
 
-    time: float
-    """Seconds since the epoch."""
-    message: str
-    """What ended, with the last lines of its log."""
-    exit_code: int | None = None
-    """Exit code of the process that was launched, negative for a signal; None: unknown."""
-    log: Path | None = None
-    """Log of the part that ended."""
+    time: float  # seconds since the epoch
+    message: str  # what ended, with the last lines of its log
+    exit_code: int | None = None  # exit code of the process that was launched, negative for a signal; None: unknown
+    log: Path | None = None  # log of the part that ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +57,8 @@ class GatewayState:
 
     process: ProcessId
     log: Path
-    settings: Path
-    """File with its settings, which only this user can read."""
-    encrypted: bool = False
-    """Whether clients must use HTTPS."""
+    settings: Path  # file with its settings, which only this user can read
+    encrypted: bool = False  # whether clients must use HTTPS
 
     @property
     def dead(self) -> bool:
@@ -75,19 +69,14 @@ class GatewayState:
 class Instance:
     """One launch of a server's model, with the processes that belong to it."""
 
-    address: Address
-    """Interface and ports."""
+    address: Address  # interface and ports
     process: ProcessId
     """What was started: tritonserver, the mpirun of its ranks, or the `docker run` of its container."""
     log: Path
-    stubs: tuple[Stub, ...] = ()
-    """Python stubs, as far as they have been seen."""
-    ranks: tuple[ProcessId, ...] = ()
-    """mpirun's ranks, in their order, or empty without mpirun."""
-    container: str | None = None
-    """Name of the container that the processes run in."""
-    gateway: GatewayState | None = None
-    """What answers its HTTP clients, or None when Triton does so itself."""
+    stubs: tuple[Stub, ...] = ()  # Python stubs, as far as they have been seen
+    ranks: tuple[ProcessId, ...] = ()  # mpirun's ranks, in their order, or empty without mpirun
+    container: str | None = None  # name of the container that the processes run in
+    gateway: GatewayState | None = None  # what answers its HTTP clients, or None when Triton does so itself
 
     @property
     def dead_ranks(self) -> list[int]:
@@ -115,33 +104,21 @@ class Server:
 
     name: str
     repository: Path
-    model: str
-    """Text model that is asked by default."""
-    streaming: bool
-    """Whether the core model and BLS are decoupled."""
-    state: State
-    """What the supervisor or `stop` wrote last; `server_state` also looks at the processes."""
-    reason: str = ""
-    """Why it is degraded, or what it is waiting for."""
-    mode: str = "single"
-    """Launch mode of each instance."""
-    shm_prefix: str
-    """Start of the names of all its shared-memory regions."""
-    exit_timeout: int = triton_server.EXIT_TIMEOUT
-    """Seconds that Triton has to finish its requests before it ends."""
+    model: str  # text model that is asked by default
+    streaming: bool  # whether the core model and BLS are decoupled
+    state: State  # what the supervisor or `stop` wrote last; `server_state` also looks at the processes
+    reason: str = ""  # why it is degraded, or what it is waiting for
+    mode: str = "single"  # launch mode of each instance
+    shm_prefix: str  # start of the names of all its shared-memory regions
+    exit_timeout: int = triton_server.EXIT_TIMEOUT  # seconds that Triton has to finish its requests before it ends
     instances: tuple[Instance, ...]
-    proxy: ProxyState | None = None
-    """One endpoint for all instances."""
+    proxy: ProxyState | None = None  # one endpoint for all instances
     supervisor: ProcessId | None = None
     """The `trtserve start` that watches it; None: it was started from Python code that does not watch it."""
-    stopper: ProcessId | None = None
-    """The process that is ending it."""
-    restarts: int = 0
-    """How often its supervisor has started it again."""
-    ready_since: float | None = None
-    """When it last became ready, in seconds since the epoch."""
-    failure: Failure | None = None
-    """The last failure, also one that it has recovered from."""
+    stopper: ProcessId | None = None  # the process that is ending it
+    restarts: int = 0  # how often its supervisor has started it again
+    ready_since: float | None = None  # when it last became ready, in seconds since the epoch
+    failure: Failure | None = None  # the last failure, also one that it has recovered from
     kept: Mapping[str, str] | None = None
     """Of one port for many models: name → loaded, unloaded, loading or unloading."""
     schema: int = _SCHEMA

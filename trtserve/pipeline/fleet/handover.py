@@ -13,6 +13,7 @@ import shlex
 import stat
 from collections.abc import Sequence
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import yaml
@@ -24,85 +25,6 @@ from trtserve.pipeline.fleet.sizing import Sized
 
 _WORKLOADS = {"Deployment": "apps/v1", "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1"}
 Object = dict[str, Any]
-# The port of the endpoint picker is that of its gRPC service.
-_AROUND = """\
-apiVersion: keda.sh/v1alpha1
-kind: ScaledObject
-metadata: {{name: {name}}}
-spec:
-  scaleTargetRef: {{apiVersion: {version}, kind: {kind}, name: {name}}}
-  minReplicaCount: {fewest}
-  maxReplicaCount: {most}
-  cooldownPeriod: {cooldown}
-  triggers:
-    - type: prometheus
-      metadata:
-        serverAddress: http://prometheus-operated:9090
-        query: {waiting}
-        threshold: "{threshold}"
----
-apiVersion: inference.networking.k8s.io/v1
-kind: InferencePool
-metadata: {{name: {name}}}
-spec:
-  selector: {{matchLabels: {labels}}}
-  targetPorts: [{{number: {port}}}]
-  endpointPickerRef: {{name: {picker}, port: {{number: 9002}}, failureMode: FailOpen}}
----
-apiVersion: gateway.networking.k8s.io/v1
-kind: HTTPRoute
-metadata: {{name: {name}}}
-spec:
-  parentRefs: [{{name: inference-gateway}}]
-  rules:
-    - matches: [{{path: {{type: PathPrefix, value: /}}}}]
-      backendRefs: [{{group: inference.networking.k8s.io, kind: InferencePool, name: {name}}}]
-"""
-_LLM_D = """\
-modelArtifacts: {{name: {model}, uri: {uri}, size: {size}}}
-multinode: false
-accelerator: {{type: nvidia}}
-routing: {{servicePort: 8000, proxy: {{enabled: false}}}}
-decode:
-  create: true
-  replicas: {replicas}
-  parallelism: {{tensor: {gpus}, data: 1, dataLocal: 1, workers: 1}}
-  containers:
-    - name: vllm
-      image: {image}
-      modelCommand: vllmServe
-      args: ["--max-num-seqs", "{slots}"]
-      mountModelVolume: true
-prefill: {{create: false}}
-"""
-_DYNAMO = """\
-apiVersion: nvidia.com/v1beta1
-kind: DynamoGraphDeployment
-metadata: {{name: {name}}}
-spec:
-  backendFramework: vllm
-  components:
-    - name: Frontend
-      type: frontend
-      replicas: 1
-      podTemplate:
-        spec:
-          containers:
-            - name: main
-              image: {image}
-              env: [{{name: DYN_ROUTER_MODE, value: kv}}]
-    - name: Worker
-      type: worker
-      replicas: {replicas}
-      podTemplate:
-        spec:
-          containers:
-            - name: main
-              image: {image}
-              command: [python3, -m, dynamo.vllm]
-              args: ["--model", {model}, "--tensor-parallel-size", "{gpus}", "--max-num-seqs", "{slots}"]
-              resources: {{limits: {{nvidia.com/gpu: "{on_node}"}}}}
-"""
 
 
 def hand_over(fleet: Fleet, sized: Sized, folder: Path) -> list[Path]:
@@ -136,9 +58,10 @@ def hand_over(fleet: Fleet, sized: Sized, folder: Path) -> list[Path]:
 
 
 def _filled(template: str, **values: object) -> list[Object]:
-    """Return the objects of a template; texts and maps become JSON, which is YAML whatever they contain."""
+    """Return the objects of a template in this folder; texts and maps become JSON, YAML whatever they contain."""
+    text = Path(__file__).with_name(template).read_text(encoding="utf-8")
     given = {name: json.dumps(value) if isinstance(value, (str, dict)) else value for name, value in values.items()}
-    return list(yaml.safe_load_all(template.format(**given)))
+    return list(yaml.safe_load_all(Template(text).substitute(given)))
 
 
 def _manifest(path: Path) -> list[Object]:
@@ -168,7 +91,7 @@ def kubernetes_objects(fleet: Fleet, sized: Sized, manifest: Sequence[Object]) -
     ports = [each for each in service["spec"]["ports"] if each.get("name", "http").startswith("http")]
     counted = f'nv_trt_llm_request_metrics{{request_type="waiting",service="{service["metadata"]["name"]}"}}'
     around = _filled(
-        _AROUND,
+        "around.yaml",
         name=name,
         version=_WORKLOADS[workload["kind"]],
         kind=workload["kind"],
@@ -209,7 +132,7 @@ END
 def llm_d_values(shape: ShapeOption, sized: Sized, model: str) -> Object:
     """Return values for the chart llm-d-modelservice, with vLLM's own server in each replica."""
     (values,) = _filled(
-        _LLM_D,
+        "llm-d.yaml",
         model=model,
         uri=f"hf://{model}",
         size=shape.model_size,
@@ -229,7 +152,7 @@ def dynamo_graph(fleet: Fleet, sized: Sized, model: str) -> Object:
     shape = fleet.shapes[sized.shape]
     per_node = fleet.gpus[shape.gpu].per_node
     (graph,) = _filled(
-        _DYNAMO,
+        "dynamo.yaml",
         name=re.sub("[^a-z0-9]+", "-", sized.shape.lower()).strip("-"),
         image=shape.dynamo_image,
         replicas=sized.replicas + sized.spare,

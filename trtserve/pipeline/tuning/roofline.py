@@ -29,8 +29,7 @@ Terms = npt.NDArray[np.float64]
 """Seconds by what they are spent on; the last two of them are requests that come to the engine, and nothing to do."""
 StepCost = Callable[[int, int, float], tuple[float, ...]]
 """(sequences, tokens of prompts, tokens in the KV cache) of a step → the terms of its cost but for the last two."""
-_MOST = 128
-"""Requests of a run: more say little about percentiles."""
+_MOST = 128  # requests of a run: more say little about percentiles
 _SEED = 33
 
 
@@ -197,27 +196,20 @@ def serve(  # noqa: C901 - what happens in an event, from top to bottom
 _FILE = "speed-{runtime}.json"
 _TIMES = ("ttft", "itl", "tpot", "latency")
 _TERMS = 5
-_DOUBT = 0.4
-"""Standard deviation of the logarithm of a term's weight on a machine that was measured."""
-_GUESS = 1.0
-"""The same where it was not."""
-_KINDS = 0.5
-"""How much weights of different kinds of engines differ, as a part of that."""
-_STALE = 0.2
-"""Change of the logarithm of a weight after which the engine in virtual time serves again."""
+_DOUBT = 0.4  # standard deviation of the logarithm of a term's weight on a machine that was measured
+_GUESS = 1.0  # the same where it was not
+_KINDS = 0.5  # how much weights of different kinds of engines differ, as a part of that
+_STALE = 0.2  # change of the logarithm of a weight after which the engine in virtual time serves again
 _PASSES = 2
 _REACH = np.array([1.2, 2.0, 1.2])
 """Doublings of batch, tokens of a step and load over which what the terms cannot say changes."""
 _ALIKE = 0.8
 """Correlation of what the terms cannot say of two figures of one measure, such as a mean and a percentile."""
-_OWN = 0.15
-"""Part of it that no other lane shares."""
+_OWN = 0.15  # part of it that no other lane shares
 _MISFIT = {"rate": 0.12, "mean": 0.15, "percentile": 0.2}
 """Standard deviation of the logarithm of what the terms cannot say."""
-_NOISE = {"rate": 0.02, "mean": 0.03, "percentile": 0.08}
-"""The same of what differs between two trials of one lane."""
-_SCALES = (0.5, 1.0, 2.0)
-"""Of misfit and noise; the likeliest count."""
+_NOISE = {"rate": 0.02, "mean": 0.03, "percentile": 0.08}  # the same of what differs between two trials of one lane
+_SCALES = (0.5, 1.0, 2.0)  # of misfit and noise; the likeliest count
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,8 +43,7 @@ from trtserve.store import Store
 Name = TypeVar("Name")
 SURE = 0.98
 """Level at which a winner replaces what it was compared with: at 95 %, three of a hundred equals did."""
-_ASSUMED = (DRIFT / 2) ** 2
-"""Variance of the logarithm of a run's mean, until runs were repeated."""
+_ASSUMED = (DRIFT / 2) ** 2  # variance of the logarithm of a run's mean, until runs were repeated
 _ASSUMED_DEGREES = 8
 
 
@@ -115,29 +114,19 @@ class Race(Generic[Name]):
 RATE_OF = {"throughput": "tokens_per_second", "requests": "requests_per_second"}
 """What is to be large → its figure."""
 UNITS = {"throughput": "tokens/s", "requests": "requests/s"}
-_RACERS = 3
-"""The most that race, besides the file's own configuration."""
+_RACERS = 3  # the most that race, besides the file's own configuration
 _ROUNDS = 3
-_MORE_ROUNDS = 5
-"""Rounds in which the best one races the file's own configuration until one of them is surely better."""
-_SHORT = 2
-"""A trial that explores has this part of the requests."""
+_MORE_ROUNDS = 5  # rounds in which the best one races the file's own configuration until one of them is surely better
+_SHORT = 2  # a trial that explores has this part of the requests
 _FEWEST = 24
-_RACING = 0.5
-"""Part of the budget that is kept for the race, at most."""
-_REPEATS = 3
-"""Trials of a lane while it explores, at most."""
-_LIKELY = 0.5
-"""How likely a lane must meet the goal to race."""
-_GAIN = 0.003
-"""Part of the rate that another trial must promise."""
-_FAR = 3.0
-"""Deviations below the best one at which a lane beside it is ruled out."""
-_UNLIKELY = 0.05
-"""How likely such a lane meets the goal at least."""
+_RACING = 0.5  # part of the budget that is kept for the race, at most
+_REPEATS = 3  # trials of a lane while it explores, at most
+_LIKELY = 0.5  # how likely a lane must meet the goal to race
+_GAIN = 0.003  # part of the rate that another trial must promise
+_FAR = 3.0  # deviations below the best one at which a lane beside it is ruled out
+_UNLIKELY = 0.05  # how likely such a lane meets the goal at least
 _NORMAL = NormalDist()
-_ALIKE = 0.02
-"""Part of the rate by which two lanes must differ for a race between them."""
+_ALIKE = 0.02  # part of the rate by which two lanes must differ for a race between them
 Lane = tuple[Values, Values]
 
 

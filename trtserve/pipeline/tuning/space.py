@@ -36,8 +36,7 @@ from trtserve.specs.options import options_of
 from trtserve.specs.runtime import Runtime
 from trtserve.store import Store
 
-_LEVELS = (1, 2, 4, 8, 16, 32)
-"""Requests in flight that are tried where the file does not say it."""
+_LEVELS = (1, 2, 4, 8, 16, 32)  # requests in flight that are tried where the file does not say it
 _MOST = 20_000
 Values = tuple[tuple[str, Any], ...]
 """Options and their values, in the order of the ranges."""
@@ -185,5 +184,4 @@ def _shape(plan: ImportPlan, spec: ImportSpec, server: ServerSpec, values: Value
     )
 
 
-_ITEM = {"float32": 4.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
-"""Bytes of a weight; all others have two."""
+_ITEM = {"float32": 4.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}  # bytes of a weight; all others have two
