@@ -284,7 +284,6 @@ class Checksums:
 
 
 def with_checksums(manifest: Manifest, folder: Path, checksums: Checksums) -> Manifest:
-    """Return the manifest with the checksums of all files in `folder`."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MANIFEST]
     return replace(manifest, files={str(path.relative_to(folder)): text for path, text in checksums.of(files).items()})
 

@@ -31,7 +31,6 @@ def takes_text(model: ModelDescription) -> bool:
 
 
 def request_message(model: ModelDescription, request: TrafficRequest, *, request_id: str, stream: bool) -> Any:
-    """Return the protobuf message of one request."""
     outputs = (TEXT_OUTPUT,) if takes_text(model) else (IDS_OUTPUT, "sequence_length")
     optional = (REASON_OUTPUT, *(COUNTS if takes_text(model) else ()))
     outputs += tuple(name for name in optional if f"return_{name}" in model.inputs and name in model.outputs)

@@ -244,7 +244,6 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Describe this machine."""
     import psutil
 
     lines = _CPU_INFO.read_text(errors="replace").splitlines() if _CPU_INFO.exists() else []

@@ -422,7 +422,6 @@ def _settle(ended: asyncio.Future[None]) -> None:
 
 
 def make_transport(target: LoadTarget, *, timeout: float) -> LoadTransport:
-    """Return the transport of a target's protocol."""
     if target.protocol == "grpc":
         return GrpcLoad(target, timeout=timeout)
     if target.protocol == "in-process":

@@ -92,8 +92,6 @@ def shares(load: Load, count: int) -> list[Share]:
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """What one worker sent."""
-
     records: list[RequestRecord]
     health: WorkerHealth
     timed_out: bool

@@ -46,8 +46,6 @@ _GPU = "nv_gpu_"
 
 @dataclass(frozen=True, kw_only=True)
 class CoreMetrics:
-    """The metrics of one core model."""
-
     model: str
     version: str
     families: Mapping[str, Mapping[str, float]]
@@ -75,8 +73,6 @@ class ModelMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuMetrics:
-    """Triton's metrics of one GPU."""
-
     uuid: str
     values: Mapping[str, float]
     """The `nv_gpu_…` families without that prefix: `utilization` (0 … 1), `memory_used_bytes` and others."""

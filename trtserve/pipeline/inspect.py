@@ -44,8 +44,6 @@ _ITEM_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "FP8": 8, "INT8": 8,
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """A file of one rank."""
-
     name: str
     size: int | None  # bytes; None when it is missing
 

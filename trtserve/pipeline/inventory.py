@@ -21,8 +21,6 @@ _KINDS: tuple[type[Artifact], ...] = (Model, Checkpoint, Engine, ModelRepository
 
 @dataclass(frozen=True, kw_only=True)
 class StoredName:
-    """One name in the store."""
-
     name: str
     source: str
     size: int  # bytes on disk, including older builds; a file with several hard links counts once

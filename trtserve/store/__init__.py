@@ -254,7 +254,6 @@ class Store:
         return child(self.folder(kind), f"{name}-{fingerprint[:12]}")
 
     def folder(self, kind: type[Artifact]) -> Path:
-        """Return the folder of all artefacts of `kind`."""
         return self.root / _FOLDERS[kind]
 
     @contextmanager

@@ -47,7 +47,6 @@ def all_containers() -> tuple[Container, ...]:
 
 
 def latest_container() -> Container:
-    """The newest container."""
     return all_containers()[-1]
 
 

@@ -26,7 +26,6 @@ class Converter(Row):
     place: str  # core or contrib
 
     def script(self, release: str) -> str:
-        """The script's path in a release."""
         return _script(self.folder, self.place, release)
 
 

@@ -178,7 +178,6 @@ class Evidence:
     source: str
 
     def __str__(self) -> str:
-        """Return one sentence."""
         return {
             "run": f"The loader of {self.source} has read checkpoints of this family.",
             "text": f"The model class was read: {self.source}.",
@@ -357,7 +356,6 @@ def _after(until: str | None) -> str | None:
 
 
 def loading_releases(config: CheckpointConfig, named_in: str = NEWEST) -> list[str]:
-    """Return the releases that load a checkpoint whose tensors are named as in the release `named_in`."""
     architecture = config.architecture
     names = _renames(architecture, named_in)
     return [

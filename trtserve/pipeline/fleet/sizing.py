@@ -39,7 +39,6 @@ class Waits:
     batch: float  # mean sequences in a step
 
     def meets(self, limits: Mapping[str, float]) -> bool:
-        """Return whether all limits are met."""
         return all(self.figures[name] <= limit for name, limit in limits.items())
 
 

@@ -322,7 +322,6 @@ class WrittenJob:
 
     @property
     def next_steps(self) -> Sequence[str]:
-        """How to start it."""
         return self.job.next_steps
 
     def to_json(self) -> dict[str, Any]:

@@ -282,7 +282,6 @@ def pareto(points: Sequence[tuple[float, float]]) -> set[int]:
 
 
 def headline(answer: TuneAnswer) -> str:
-    """Return the answer in one line."""
     if answer.best is None:
         return f"No configuration tried meets {answer.goal}"
     found = f"{answer.best}: {answer.rate:.4g} {UNITS[answer.aim]}"

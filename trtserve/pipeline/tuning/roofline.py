@@ -238,7 +238,6 @@ class MachineSpeed:
         return speed
 
     def write(self, runtime: str, store: Store) -> None:
-        """Keep it in the store."""
         write_json(store.root / _FILE.format(runtime=runtime), asdict(self))
 
 

@@ -63,7 +63,6 @@ class Race(Generic[Name]):
     runs: dict[Name, list[Run]] = field(default_factory=dict)
 
     def add(self, name: Name, run: Run) -> None:
-        """Count a run."""
         self.runs.setdefault(name, []).append(run)
 
     def mean(self, name: Name) -> float:

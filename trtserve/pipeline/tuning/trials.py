@@ -67,7 +67,6 @@ class Bench:
     """The place where servers are tried, one at a time; a context manager, which stops the last one."""
 
     def __init__(self, name: str, store: Store, progress: Progress = SILENT) -> None:
-        """Name the servers `name`."""
         self._name, self._store, self._progress = name, store, progress
         self._running: Server | None = None
         self._what: tuple[ModelRepository, ServerSpec] | None = None
