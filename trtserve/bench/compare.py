@@ -35,8 +35,7 @@ _MEASURES: dict[str, _Measure] = {
     "request latency (ms)": latency_ms,
 }
 _start = attrgetter("started")
-# Several intervals are looked at together (Bonferroni).
-_EACH = 1 - (1 - _LEVEL) / len(_MEASURES)
+_EACH = 1 - (1 - _LEVEL) / len(_MEASURES)  # several intervals are looked at together (Bonferroni)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -100,8 +100,7 @@ Spoken = Literal["HTTP", "gRPC", "TLS"]
 _DETECTION_TIMEOUT = 2.0
 _PROBE = b"GET /v2/health/live HTTP/1.0\r\n\r\n"
 _HTTP = b"HTTP/1."
-# TLS records: an alert, or a handshake, of version 3.x.
-_TLS = (b"\x15\x03", b"\x16\x03")
+_TLS = (b"\x15\x03", b"\x16\x03")  # TLS records: an alert, or a handshake, of version 3.x
 # HTTP/2 frame header: three bytes of length, then type, flags and stream number.
 _FRAME_HEADER = 9
 _SETTINGS = 4

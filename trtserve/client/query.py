@@ -31,8 +31,7 @@ from trtserve.client.transport import STOP_TIMEOUT, SyncClient
 from trtserve.errors import RequestError, TrtserveError, UsageError
 
 STOP_INTERVAL = 0.25
-# On a busy machine it takes seconds to reach the server.
-_STOPPED_WITHIN = 5.0
+_STOPPED_WITHIN = 5.0  # on a busy machine it takes seconds to reach the server
 
 OnText = Callable[[str], None]
 OnStart = Callable[[RequestContext], None]

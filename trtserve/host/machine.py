@@ -33,8 +33,7 @@ _MEMORY = Path("/proc/meminfo")
 # A setting of glibc's mallopt (malloc.h), and its value here.
 _M_MMAP_THRESHOLD = -3
 _LARGE_BLOCK = 2**20
-# Version 1 says "no limit" with the largest number of pages.
-_UNLIMITED = 2**60
+_UNLIMITED = 2**60  # version 1 says "no limit" with the largest number of pages
 # Messages of loaders, OpenVINO, PyTorch and Python's threads when an allocation was refused.
 _NO_MEMORY = (
     "bad_alloc",
@@ -44,8 +43,7 @@ _NO_MEMORY = (
     "can't start new thread",
     "failed to map segment from shared object",
 )
-# Left free for other programs that write to the disk.
-RESERVE = 256 * 2**20
+RESERVE = 256 * 2**20  # left free for other programs that write to the disk
 # OpenVINO with its graph compilation threads; NumPy with OpenBLAS's buffers per thread.
 _ADDRESSES = {
     "numpy": 26 * 2**20,

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _KERNEL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-# Above the ports of well-known services and of this product's servers (8000 and up).
-_FIRST_DRAWN = 10000
+_FIRST_DRAWN = 10000  # above the ports of well-known services and of this product's servers (8000 and up)
 
 
 def ipv4_address(host: str) -> str:

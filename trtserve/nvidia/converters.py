@@ -41,8 +41,7 @@ EXAMPLES_VARIABLE = "TRTSERVE_TRTLLM_EXAMPLES"
 VERSION_VARIABLE = "TRTSERVE_TRTLLM_VERSION"
 _APP = "/app"  # where NVIDIA's containers have their scripts and examples
 _MODELOPT = "nvidia-modelopt"
-# `pip install tensorrt_llm` has no examples; NVIDIA's containers do.
-_EXAMPLES = "examples"
+_EXAMPLES = "examples"  # `pip install tensorrt_llm` has no examples; NVIDIA's containers do
 # Folders of the converters whose models have experts.
 _WITH_EXPERTS = ("llama", "qwen", "phi", "deepseek_v1", "deepseek_v2", "dbrx", "grok")
 _LAYOUT = ("moe_tp_size", "moe_ep_size", "use_parallel_embedding")

@@ -42,8 +42,7 @@ from trtserve.specs.runtime import EnginePlan, Runtime
 # `trtllm-build` without its console script: the module behind it, which exists up to 1.2.
 _MODULE = "tensorrt_llm.commands.build"
 _CACHE = "model.cache"
-# PyTorch, TensorRT and CUDA in the building process: an allowance, not a measurement.
-_PROCESS = 3 * 2**30
+_PROCESS = 3 * 2**30  # PyTorch, TensorRT and CUDA in the building process: an allowance, not a measurement
 
 
 @dataclass(frozen=True, kw_only=True)

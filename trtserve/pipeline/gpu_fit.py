@@ -28,8 +28,7 @@ from trtserve.progress import SILENT, Progress
 from trtserve.specs import BuildSpec
 from trtserve.specs.runtime import TRTLLM_LIMITS, EnginePlan, Limits, resolve_limits
 
-# Reserved for the CUDA context, libraries and NCCL's buffers: an allowance, not a measurement.
-RESERVE = 2**30
+RESERVE = 2**30  # reserved for the CUDA context, libraries and NCCL's buffers: an allowance, not a measurement
 # TensorRT-LLM's default of kv_cache_free_gpu_mem_fraction: the share of memory left after loading the engine.
 FREE_FRACTION = 0.9
 _BLOCK = 32

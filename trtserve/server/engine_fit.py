@@ -179,16 +179,14 @@ def _checkpoint(folder: str | None) -> Manifest | None:
         return None
 
 
-# The smallest KV cache in tokens.
-_BLOCK = 32
+_BLOCK = 32  # the smallest KV cache in tokens
 # Anonymous memory of processes, measured (Python 3.11, transformers 5.23, Triton 2.51).
 # `trtserve start`, tritonserver, and both BLS models (the alias is the second).
 _START_PROCESS = 44 * 2**20
 _TRITON = 34 * 2**20
 _BLS_PROCESS = 20 * 2**20
 _BLS_MODELS = 2
-# The gateway (FastAPI and the OpenAI API) without its tokenizer.
-_GATEWAY_PROCESS = 28 * 2**20
+_GATEWAY_PROCESS = 28 * 2**20  # the gateway (FastAPI and the OpenAI API) without its tokenizer
 # Pre- and postprocessing, and the gateway: transformers, and tables proportional to tokenizer.json.
 _TOKENIZER_PROCESS = 46 * 2**20
 _TOKENIZER_FACTOR = 12

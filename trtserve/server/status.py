@@ -38,8 +38,7 @@ from trtserve.store import Store
 
 HALTED = "has been stopped by a signal (SIGSTOP)"
 _GATEWAY_SILENT = 4.0
-# mpirun reports within this time for which rank it ended the job.
-_EXPLANATION = 5.0
+_EXPLANATION = 5.0  # mpirun reports within this time for which rank it ended the job
 # Name of each rate → the counter of the metrics page whose growth per second it is.
 _RATES = {
     "generated_tokens": (TOKENS, "generated"),

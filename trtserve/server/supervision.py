@@ -42,8 +42,7 @@ _INTERVAL = 0.25
 # Seconds between two looks at what costs a request to the server.
 _PROBE = 2.0
 _LONGEST_DELAY = 60.0
-# A server that was ready for so long has recovered: its next failure is a first one.
-_STABLE = 300.0
+_STABLE = 300.0  # a server that was ready for so long has recovered: its next failure is a first one
 
 
 def serve_foreground(plan: ServerPlan, *, on_ready: Callable[[Server], None], progress: Progress = SILENT) -> None:
@@ -231,8 +230,7 @@ _HALTED = 3.0
 _HUNG = 8.0
 _SILENT = 60.0
 _GATEWAY_SILENT = 15.0
-# Looking for processes that parts have started reads all of /proc.
-_HELPERS = 5.0
+_HELPERS = 5.0  # looking for processes that parts have started reads all of /proc
 
 
 class Watchman:

@@ -24,8 +24,7 @@ WEIGHT_ONLY_INT4 = "W4A16"
 # Quantisation name prefix → storage of the matrices. FP8 is widened on devices without FP8 arithmetic.
 _PRECISIONS = (("W8A", "int8"), ("W4A", "int4"), ("FP8", "fp8"))
 
-# TensorRT-LLM's default for checkpoints without this key.
-_UNKNOWN_MAX_POSITION = 2048
+_UNKNOWN_MAX_POSITION = 2048  # TensorRT-LLM's default for checkpoints without this key
 # Scalings whose factor max_position_embeddings already includes, and dynamic scaling, which changes frequencies beyond
 # it and does not work in a fixed graph.
 _UNSTRETCHED = frozenset({"llama3", "longrope", "su", "dynamic"})

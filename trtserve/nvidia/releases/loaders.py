@@ -124,8 +124,7 @@ def shares_table(release: str | None) -> bool:
     return release is not None and order(release) <= order(SHARED_TABLE_UNTIL)
 
 
-# Of 0.15 and 0.16 development snapshots ran.
-_LAST_TAG_RUN = "0.14"
+_LAST_TAG_RUN = "0.14"  # of 0.15 and 0.16 development snapshots ran
 
 LimitName = Literal["pipeline", "inner_size", "hidden_axis", "shared_stages"]
 

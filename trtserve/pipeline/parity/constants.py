@@ -268,8 +268,7 @@ _TABLES: Mapping[str, str] = {
 }
 _POSITIONS = ("wpe.weight", "embed_positions.weight")
 _SEED, _VECTORS = 20240301, 4
-# Rows converted to float32 at a time.
-_ROWS = 4096
+_ROWS = 4096  # rows converted to float32 at a time
 
 
 def products_of(model: Any) -> dict[str, Products]:

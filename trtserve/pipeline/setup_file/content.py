@@ -43,10 +43,8 @@ MODEL_SPECS: tuple[type[Spec], ...] = (ConvertSpec, BuildSpec, RepositorySpec)
 # The name is the key of the mapping. An API key does not belong in a shared file: api_key_file names its file.
 # The number of ranks follows from the model's tp_size and pp_size.
 _NOT_IN_FILES = {"name", "api_key", "world_size"}
-# `up` may run often, and would submit a job each time.
-_NOT_OF_JOBS = {"submit", *OPTIONS}
-# A benchmark of the file measures a server of the file.
-_OTHER_TARGETS = {"openai", "chat", "in_process"}
+_NOT_OF_JOBS = {"submit", *OPTIONS}  # `up` may run often, and would submit a job each time
+_OTHER_TARGETS = {"openai", "chat", "in_process"}  # a benchmark of the file measures a server of the file
 
 
 # A flag, and the name of its value where one follows.

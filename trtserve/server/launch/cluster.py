@@ -23,10 +23,8 @@ from trtserve.specs.cluster import INSTEAD, ON_THIS_MACHINE, ClusterSpec
 from trtserve.specs.options import given_flags
 from trtserve.store import Store
 
-# The random part of `unique_prefix`.
-_TOKEN = re.compile(r"(?<=_)[0-9a-f]{8}(?![0-9A-Za-z])")
-# The start of a line in every file that is written for a cluster.
-_MARK = "Written by `trtserve start --"
+_TOKEN = re.compile(r"(?<=_)[0-9a-f]{8}(?![0-9A-Za-z])")  # the random part of `unique_prefix`
+_MARK = "Written by `trtserve start --"  # the start of a line in every file that is written for a cluster
 
 
 @dataclass(frozen=True, kw_only=True)

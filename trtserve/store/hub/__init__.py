@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 # Attempts without a new byte before a pull gives up; in each attempt the client retries five times.
 _FRUITLESS_ATTEMPTS = 2
 _BLOCK = 1 << 20
-# MAX_HTTP_DOWNLOAD_SIZE of the client: larger files are served over Xet only.
-_LARGEST_FILE = 50_000_000_000
+_LARGEST_FILE = 50_000_000_000  # MAX_HTTP_DOWNLOAD_SIZE of the client: larger files are served over Xet only
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -264,8 +264,7 @@ _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f\\\ud800-\udfff]")
 _LONGEST_PART = 240
 _LONGEST_NAME = 1024
 _LARGEST_SIZE = 2**63 - 1
-# The hub itself advises against repositories of more files.
-_MOST_FILES = 100_000
+_MOST_FILES = 100_000  # the hub itself advises against repositories of more files
 
 
 def repository_id(repository: str, answered: object) -> str:
