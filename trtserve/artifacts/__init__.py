@@ -198,10 +198,7 @@ _TAKEN_BY: dict[str, str] = {
 def load_artifact(kind: type[A], path: Path) -> A:
     """Open `path` as an artefact of `kind`, with or without a manifest. Raises ArtifactError for another kind."""
     if not path.is_dir():
-        raise ArtifactError(
-            f"{path} is not a folder.",
-            hint="Give a folder that trtserve made.",
-        )
+        raise ArtifactError(f"{path} is not a folder.", hint="Give a folder that trtserve made.")
     if not (path / MANIFEST).exists():
         return kind(path=path)
     manifest = Manifest.read(path)

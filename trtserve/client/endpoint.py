@@ -148,10 +148,7 @@ _HINTS = (
         re.compile("exceeds maximum input length", re.IGNORECASE),
         "Shorten the prompt, or build with a larger --max-input-len if the model allows it.",
     ),
-    (
-        re.compile("larger than configured max beam width"),
-        "Use fewer beams, or build with a larger --max-beam-width.",
-    ),
+    (re.compile("larger than configured max beam width"), "Use fewer beams, or build with a larger --max-beam-width."),
     (re.compile("built with gather_context_logits"), "Build it again with --gather-context-logits."),
     (re.compile("built with gather_generation_logits"), "Build it again with --gather-generation-logits."),
     (re.compile("mMaxLowRank"), "Build the engine again with a larger --max-lora-rank."),

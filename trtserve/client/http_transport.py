@@ -117,12 +117,7 @@ class HttpPool:
         return connection
 
     async def send(
-        self,
-        message: bytes,
-        on_event: OnEvent | None = None,
-        *,
-        timeout: float | None = None,
-        most: int = MOST_BYTES,
+        self, message: bytes, on_event: OnEvent | None = None, *, timeout: float | None = None, most: int = MOST_BYTES
     ) -> HttpAnswer | None:
         """Send a whole request and return its answer, or None when `on_event` wanted no more of it.
 

@@ -436,10 +436,7 @@ def _prompt_inputs(context: RequestContext) -> Values:
     longest = max(map(len, prompts.token_ids))
     rows = [[*ids, *[0] * (longest - len(ids))] for ids in prompts.token_ids]
     lengths = [[len(ids)] for ids in prompts.token_ids]
-    return {
-        IDS_INPUT: model.row_tensor(IDS_INPUT, rows),
-        "input_lengths": model.row_tensor("input_lengths", lengths),
-    }
+    return {IDS_INPUT: model.row_tensor(IDS_INPUT, rows), "input_lengths": model.row_tensor("input_lengths", lengths)}
 
 
 def _option_inputs(context: RequestContext) -> Values:

@@ -114,8 +114,7 @@ def split_gpus(gpus: Sequence[int], *, instances: int, ranks: int) -> list[tuple
         what = f"{instances} instances of {counted(ranks, 'rank')}" if instances > 1 else counted(ranks, "rank")
         needs = f"{'needs' if instances * ranks == 1 else 'need'} {instances * ranks}"
         raise UsageError(
-            f"--gpus names {counted(len(devices), 'GPU')}; {what} {needs}.",
-            hint="One GPU per rank of the engine.",
+            f"--gpus names {counted(len(devices), 'GPU')}; {what} {needs}.", hint="One GPU per rank of the engine."
         )
     return [tuple(devices[number * ranks : (number + 1) * ranks]) for number in range(instances)]
 

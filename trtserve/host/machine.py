@@ -45,12 +45,7 @@ _NO_MEMORY = (
 )
 RESERVE = 256 * 2**20  # left free for other programs that write to the disk
 # OpenVINO with its graph compilation threads; NumPy with OpenBLAS's buffers per thread.
-_ADDRESSES = {
-    "numpy": 26 * 2**20,
-    "openvino": 430 * 2**20,
-    "transformers": 110 * 2**20,
-    "torch": 490 * 2**20,
-}
+_ADDRESSES = {"numpy": 26 * 2**20, "openvino": 430 * 2**20, "transformers": 110 * 2**20, "torch": 490 * 2**20}
 _NUMPY_THREAD = 40 * 2**20
 
 

@@ -206,11 +206,7 @@ def _complete_config(
         **sizes,
         "use_parallel_embedding": tp_size > 1 if sizes.get("use_parallel_embedding") else parallel_embedding,
         "mapping": _mapping(tp_size, pp_size, ep_size),
-        "quantization": {
-            **_NOT_QUANTISED,
-            "smoothquant_val": smoothquant_val(architecture),
-            **quantization,
-        },
+        "quantization": {**_NOT_QUANTISED, "smoothquant_val": smoothquant_val(architecture), **quantization},
     }
     if shares_table(release):
         config["share_embedding_table"] = shares_head(architecture)

@@ -169,12 +169,5 @@ def plan_conversion(
     digest = fingerprint(stage="convert", schema=SCHEMA, model=model.fingerprint, **work.identity)
     path, reused = destination(Checkpoint, name, digest, out=out, store=store)
     return ConversionPlan(
-        work=work,
-        model=model,
-        name=name,
-        store=store,
-        path=path,
-        reused=reused,
-        fingerprint=digest,
-        verify=verify,
+        work=work, model=model, name=name, store=store, path=path, reused=reused, fingerprint=digest, verify=verify
     )

@@ -425,10 +425,7 @@ def _stages(
         # Engine files are hard links; both processing models have the tokenizer.
         StageNeeds(stage="repo", disk=_REPOSITORY + 2 * small, memory=None, seconds=None),
         StageNeeds(
-            stage="start",
-            disk=0,
-            memory=need.server.total,
-            seconds=expected_seconds(runs, "start", engine.disk_bytes),
+            stage="start", disk=0, memory=need.server.total, seconds=expected_seconds(runs, "start", engine.disk_bytes)
         ),
     )
 

@@ -161,10 +161,7 @@ def require_gpu_memory(engine: EnginePlan, spec: BuildSpec, progress: Progress =
     ranks = fit.ranks
     subject = "The engine" if ranks == 1 else f"Each of {ranks} ranks"
     if (problem := larger_than_a_gpu(subject, fit.weights, memory)) is not None:
-        raise MemoryLimitError(
-            problem,
-            hint=f"{_narrower(engine, spec, gpu)} `trtserve plan` shows the details.",
-        )
+        raise MemoryLimitError(problem, hint=f"{_narrower(engine, spec, gpu)} `trtserve plan` shows the details.")
     if not fit.fits:
         step = fitting_step(engine.config, spec, gpu)
         progress.step(

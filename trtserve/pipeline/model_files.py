@@ -20,14 +20,7 @@ from trtserve.errors import (
     listing,
 )
 from trtserve.executor.vllm.installation import offer_of
-from trtserve.files import (
-    LARGEST_TEXT,
-    SENTENCE_TRANSFORMERS,
-    SUBFOLDERS,
-    is_weights,
-    read_json_object,
-    require_own,
-)
+from trtserve.files import LARGEST_TEXT, SENTENCE_TRANSFORMERS, SUBFOLDERS, is_weights, read_json_object, require_own
 from trtserve.host.machine import format_bytes
 from trtserve.programs.shared.tokenizer import require_bounded, require_packages
 from trtserve.store import Store, hub

@@ -43,8 +43,7 @@ def find_server(name: str | None = None, *, store: Store | None = None, hint: st
     if len(living) > 1:
         names = ", ".join(server.name for server in living)
         raise ServerAmbiguousError(
-            f"{len(living)} servers are running: {names}.",
-            hint=hint or "Name one of them: --server NAME.",
+            f"{len(living)} servers are running: {names}.", hint=hint or "Name one of them: --server NAME."
         )
     return living[0]
 

@@ -65,12 +65,7 @@ def yaml_block(text: str, indent: int) -> Verbatim:
     return Verbatim("|\n" + "\n".join(lines).rstrip("\n"))
 
 
-_QUOTES = {
-    ".sh": shell_value,
-    ".sbatch": shell_value,
-    ".yaml": yaml_value,
-    ".service": unit_value,
-}
+_QUOTES = {".sh": shell_value, ".sbatch": shell_value, ".yaml": yaml_value, ".service": unit_value}
 
 
 @cache

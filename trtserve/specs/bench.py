@@ -49,12 +49,7 @@ class BenchSpec(Spec):
     )
     num_requests: int = option(100, metavar="N", help="Measured requests.", minimum=1, common=True)
     concurrency: int | None = option(
-        None,
-        metavar="N",
-        help="Requests in flight.",
-        minimum=1,
-        unset="8; no limit with --request-rate",
-        common=True,
+        None, metavar="N", help="Requests in flight.", minimum=1, unset="8; no limit with --request-rate", common=True
     )
     request_rate: float | None = option(
         None,
@@ -169,10 +164,7 @@ class BenchRuns(Spec):
         None, help="Table to print; genai-perf's has 95 % intervals.", unset="upstream; a short one on a terminal"
     )
     html: Path | None = _results(
-        None,
-        metavar="FILE",
-        help="Write plots and tables as one page (.svg, .png: only the plots).",
-        common=True,
+        None, metavar="FILE", help="Write plots and tables as one page (.svg, .png: only the plots).", common=True
     )
     metrics_url: str | None = _results(
         None, metavar="URL", help="Metrics page to sample.", unset="that of a server started here"

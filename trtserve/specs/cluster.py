@@ -129,10 +129,7 @@ _WITHOUT_TRTSERVE = (
     "proxy_port",
     "container_flags",
 )
-ON_THIS_MACHINE: Final = {
-    "slurm": (*_WITHOUT_TRTSERVE, "ready_timeout"),
-    "kubernetes": (*_WITHOUT_TRTSERVE, "gpus"),
-}
+ON_THIS_MACHINE: Final = {"slurm": (*_WITHOUT_TRTSERVE, "ready_timeout"), "kubernetes": (*_WITHOUT_TRTSERVE, "gpus")}
 """Kind of cluster → fields of ServerSpec that it cannot have: Triton runs there without them."""
 INSTEAD: Final = {
     "slurm": "Leave it out. sbatch's --requeue starts a job again; a gateway in front can ask for keys, encrypt "

@@ -39,8 +39,7 @@ def normalize_release(text: str, *, option: str = "--release") -> str:
     release = ".".join(text.strip().removeprefix("v").split(".")[:2])
     if release not in RELEASES:
         raise UsageError(
-            f"{option} is {text!r}; supported are {RELEASES[0]} … {NEWEST}.",
-            hint=f"Use one of {', '.join(RELEASES)}.",
+            f"{option} is {text!r}; supported are {RELEASES[0]} … {NEWEST}.", hint=f"Use one of {', '.join(RELEASES)}."
         )
     return release
 

@@ -37,10 +37,7 @@ def installed(override: str | None = None) -> Installed | None:
     if override:
         version = override.strip().removeprefix("v")
         return Installed(
-            version=version,
-            release=release_of(version),
-            tensorrt=_tensorrt_of_container(version),
-            source=OPTION,
+            version=version, release=release_of(version), tensorrt=_tensorrt_of_container(version), source=OPTION
         )
     for folders in _environments():
         found = _version(PACKAGE, folders)

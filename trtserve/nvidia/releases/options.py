@@ -235,14 +235,7 @@ def _key(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
 
 
-SPECULATIVE_MODES = (
-    "none",
-    "draft_tokens_external",
-    "medusa",
-    "lookahead_decoding",
-    "explicit_draft_tokens",
-    "eagle",
-)
+SPECULATIVE_MODES = ("none", "draft_tokens_external", "medusa", "lookahead_decoding", "explicit_draft_tokens", "eagle")
 """`speculative_decoding_mode` has one bit for each: 1 for the first, then 2, 4, 8 …"""
 
 

@@ -13,16 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trtserve.artifacts import (
-    KINDS,
-    Artifact,
-    Checkpoint,
-    Engine,
-    Model,
-    ModelRepository,
-    load_artifact,
-    looks_like,
-)
+from trtserve.artifacts import KINDS, Artifact, Checkpoint, Engine, Model, ModelRepository, load_artifact, looks_like
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.unified import CheckpointReader, require_files
@@ -31,14 +22,7 @@ from trtserve.executor.loaders import read_engine_config
 from trtserve.host.machine import format_bytes, require_memory, to_be_mapped
 from trtserve.pipeline.memory import check_memory
 from trtserve.pipeline.parity import constants, converted, original
-from trtserve.pipeline.parity.comparison import (
-    Differences,
-    Judgement,
-    Precision,
-    PromptLogits,
-    compare,
-    verdicts,
-)
+from trtserve.pipeline.parity.comparison import Differences, Judgement, Precision, PromptLogits, compare, verdicts
 from trtserve.pipeline.parity.converted import Changes, changes_of
 from trtserve.pipeline.parity.original import Original, Tokens, Vocabulary, prompt_set
 from trtserve.progress import SILENT, Progress

@@ -46,8 +46,7 @@ def require_runtime() -> None:
     """Raise MissingDependencyError when OpenVINO is not installed."""
     if find_spec("openvino") is None:
         raise MissingDependencyError(
-            "The check needs the openvino package, which is not installed.",
-            hint=install_command("cpu"),
+            "The check needs the openvino package, which is not installed.", hint=install_command("cpu")
         )
 
 

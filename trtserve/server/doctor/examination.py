@@ -16,17 +16,7 @@ from trtserve.nvidia.releases import NEWEST, RELEASES
 from trtserve.nvidia.releases.converters import launcher_facts
 from trtserve.nvidia.releases.installed import Installed, installed
 from trtserve.progress import SILENT, Progress
-from trtserve.server.doctor import (
-    GROUPS,
-    TENSORRT_LLM,
-    CheckResult,
-    failed,
-    look,
-    nvidia,
-    raise_failed,
-    stub,
-    system,
-)
+from trtserve.server.doctor import GROUPS, TENSORRT_LLM, CheckResult, failed, look, nvidia, raise_failed, stub, system
 from trtserve.server.triton.tritonserver import Address
 from trtserve.specs import RuntimeName
 from trtserve.store import Store
@@ -203,8 +193,4 @@ def require_machine(store: Store, *, progress: Progress = SILENT) -> None:
 
 def quick_checks() -> list[CheckResult]:
     """Check what a start with the wheel's Triton needs, without starting a server, in a fraction of a second."""
-    return [
-        system.check_glibc(platform.libc_ver()),
-        *stub.quick_checks(),
-        system.check_shared_memory(),
-    ]
+    return [system.check_glibc(platform.libc_ver()), *stub.quick_checks(), system.check_shared_memory()]

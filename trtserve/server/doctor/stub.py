@@ -25,12 +25,7 @@ from trtserve.server.doctor import EMBEDDED, CheckResult, report_for
 from trtserve.server.launch.commands import LaunchSetup, in_this_python, without_mpi
 from trtserve.server.triton import installation
 from trtserve.server.triton import tritonserver as triton_server
-from trtserve.server.triton.installation import (
-    ALLOWED_CHARACTERS,
-    Triton,
-    prepare_backends,
-    stub_path_fault,
-)
+from trtserve.server.triton.installation import ALLOWED_CHARACTERS, Triton, prepare_backends, stub_path_fault
 from trtserve.server.triton.tritonserver import Address, stop_triton, unique_prefix, wait_until_ready
 from trtserve.store import Store
 

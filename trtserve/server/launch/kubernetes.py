@@ -18,13 +18,7 @@ from trtserve.nvidia.containers import END_SCRIPT, image_of
 from trtserve.nvidia.releases.containers import containers_of
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.served import ServedRepository
-from trtserve.server.launch.cluster import (
-    ClusterJob,
-    gpus_per_node,
-    inspect_for_cluster,
-    place_engines,
-    ranks_per_node,
-)
+from trtserve.server.launch.cluster import ClusterJob, gpus_per_node, inspect_for_cluster, place_engines, ranks_per_node
 from trtserve.server.launch.commands import Launch, LaunchSetup, first_address, server_setup
 from trtserve.server.launch.devices import claimed_gpus
 from trtserve.server.launch.modes import Orchestrator, launch_mode

@@ -20,14 +20,7 @@ from trtserve.executor.vllm.model_json import MODEL_JSON
 from trtserve.host.gpus import count_gpus
 from trtserve.nvidia.releases.converters import LLMAPI_LAUNCH, ORCHESTRATOR, SPAWN_PROCESSES, launcher_facts
 from trtserve.repository.served import CoreModel, ServedRepository
-from trtserve.server.launch.commands import (
-    FOLLOWER,
-    Launch,
-    LaunchSetup,
-    rank_arguments,
-    under_mpirun,
-    without_mpi,
-)
+from trtserve.server.launch.commands import FOLLOWER, Launch, LaunchSetup, rank_arguments, under_mpirun, without_mpi
 from trtserve.server.launch.devices import (
     require_engines_here,
     require_leader_devices,

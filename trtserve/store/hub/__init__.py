@@ -111,9 +111,7 @@ def _remote_file(repository: str, commit: str, sibling: Any, token: str | None) 
     elif size is None or not digest:
         return _file_by_header(repository, commit, name, token)
     return RemoteFile(
-        name=name,
-        size=calls.size(repository, name, size),
-        digest=calls.digest(repository, name, scheme, digest),
+        name=name, size=calls.size(repository, name, size), digest=calls.digest(repository, name, scheme, digest)
     )
 
 

@@ -145,8 +145,7 @@ def _require_sendable(given: object) -> None:
     token = given if isinstance(given, str) else get_token() or ""
     if not (token.isascii() and token.isprintable()):
         raise AccessDeniedError(
-            "The token of the hub has characters that no token has.",
-            hint="Set HF_TOKEN again, or run `hf auth login`.",
+            "The token of the hub has characters that no token has.", hint="Set HF_TOKEN again, or run `hf auth login`."
         )
 
 
@@ -345,10 +344,7 @@ def asked(repository: str, call: Callable[[], R]) -> R:
 
 def lie(repository: str, answered: str, expected: str) -> NetworkError:
     """Return the error for an answer about `repository` that no hub gives."""
-    return NetworkError(
-        f"{endpoint()} answered {answered} for {repository}; expected {expected}.",
-        hint=_NO_HUB,
-    )
+    return NetworkError(f"{endpoint()} answered {answered} for {repository}; expected {expected}.", hint=_NO_HUB)
 
 
 def _shown(answered: object) -> str:
