@@ -33,7 +33,7 @@ from trtserve.nvidia.releases.containers import (
 )
 from trtserve.nvidia.releases.converters import converters
 from trtserve.nvidia.releases.loaders import evidence, takes_stages
-from trtserve.pipeline.setup_file.content import (
+from trtserve.pipeline.setup_file import (
     AIMS,
     BENCHMARK_KEYS,
     SCALARS,

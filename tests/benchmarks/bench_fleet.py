@@ -18,7 +18,7 @@ import numpy as np
 
 from tests.benchmarks.frame import Row, benchmark_parser, finish, table
 from trtserve.bench.report import BenchReport
-from trtserve.pipeline.fleet.content import read_fleet
+from trtserve.pipeline.fleet import read_fleet
 from trtserve.pipeline.fleet.simulation import Arrivals, Simulation
 from trtserve.pipeline.fleet.sizing import fitted, simulate, size
 from trtserve.pipeline.import_spec import resolve_import

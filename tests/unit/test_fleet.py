@@ -19,8 +19,7 @@ from tests.support.bench_records import answered, report_of
 from trtserve.bench.report import BenchReport
 from trtserve.cli import run
 from trtserve.errors import UsageError
-from trtserve.pipeline.fleet import sizing
-from trtserve.pipeline.fleet.content import read_fleet
+from trtserve.pipeline.fleet import read_fleet, sizing
 from trtserve.pipeline.fleet.handover import dynamo_graph, hand_over, kubernetes_objects, llm_d_values
 from trtserve.pipeline.fleet.simulation import Arrivals, Incident, ReplicaSpeed, Simulated, Simulation
 from trtserve.pipeline.fleet.sizing import fitted, simulate, size, waits

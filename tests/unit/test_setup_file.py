@@ -18,8 +18,8 @@ from trtserve.artifacts import Engine
 from trtserve.cli import run
 from trtserve.errors import LockedError, ServerRunningError, UsageError
 from trtserve.files import locked
+from trtserve.pipeline.setup_file import Setup
 from trtserve.pipeline.setup_file import plan as setup_plan
-from trtserve.pipeline.setup_file.content import Setup
 from trtserve.pipeline.setup_file.plan import bring_down, bring_up, plan_setup
 from trtserve.pipeline.setup_file.reading import read_setup, template
 from trtserve.server.state import Server, forget, start_lock, write_state

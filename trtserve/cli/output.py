@@ -20,7 +20,7 @@ from trtserve.progress import Task, Unit
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trtserve.pipeline.stages import StageSummary
+    from trtserve.pipeline import StageSummary
 
 ENVELOPE_VERSION = 1
 _documents: list[str] = []  # commands whose JSON this command line has written

@@ -18,11 +18,11 @@ from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.specs.options import Spec, given_flags, option
 
 if TYPE_CHECKING:
+    from trtserve.pipeline import StageNeeds
     from trtserve.pipeline.estimate import GpuAnswer, MachineFit, ModelNeed
     from trtserve.pipeline.fleet.simulation import Simulated
     from trtserve.pipeline.fleet.sizing import SimulatedDay, Sized
     from trtserve.pipeline.gpu_fit import Gpu, GpuFit
-    from trtserve.pipeline.stages import StageNeeds
     from trtserve.progress import Progress
 
 _FLEET = "A fleet on paper"
@@ -233,7 +233,7 @@ _FIGURES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
 
 def _plan_fleet(file: Path, *, hours: int, write: Path | None, json: bool, progress: Progress) -> None:
     """Print the plan. Raises MissedLimitError if the nodes do not suffice, or the simulated day misses the goal."""
-    from trtserve.pipeline.fleet.content import read_fleet
+    from trtserve.pipeline.fleet import read_fleet
     from trtserve.pipeline.fleet.handover import hand_over
     from trtserve.pipeline.fleet.sizing import simulate, size
 

@@ -31,7 +31,7 @@ from trtserve.specs.server import GPUS, SUPERVISION, ManySpec
 
 if TYPE_CHECKING:
     from trtserve.artifacts import ModelRepository
-    from trtserve.pipeline.stages import StageSummary
+    from trtserve.pipeline import StageSummary
     from trtserve.server.many import ManyPlan
     from trtserve.server.plan import ServerPlan
     from trtserve.server.state import Server

@@ -13,7 +13,7 @@ from trtserve.errors import MissedLimitError, MissingDependencyError, UsageError
 from trtserve.specs.options import Spec, option
 
 if TYPE_CHECKING:
-    from trtserve.pipeline.setup_file.content import SearchSetup, Setup
+    from trtserve.pipeline.setup_file import SearchSetup, Setup
     from trtserve.pipeline.tuning.answer import TuneAnswer
     from trtserve.pipeline.tuning.search import Search
     from trtserve.pipeline.tuning.space import Space
@@ -114,7 +114,7 @@ def tune(
 def _asked(setup: Setup, wanted: TuneOptions) -> SearchSetup:
     """Return the search that was named, or the only one, with what the command line says."""
     from trtserve.bench.targets import read_goal
-    from trtserve.pipeline.setup_file.content import BenchmarkSetup, SearchSetup
+    from trtserve.pipeline.setup_file import BenchmarkSetup, SearchSetup
     from trtserve.specs import BenchSpec
     from trtserve.specs.bench import FILE_DEFAULTS
 

@@ -14,9 +14,9 @@ from trtserve.executor.runtimes import choose_runtime
 from trtserve.host.machine import format_bytes, require_disk, require_memory
 from trtserve.nvidia.releases import release_of
 from trtserve.nvidia.releases.loaders import naming_problem
+from trtserve.pipeline import MANIFEST_BYTES, StageNeeds, StageSummary, destination, summary
 from trtserve.pipeline.gpu_fit import require_gpu_memory
 from trtserve.pipeline.memory import build_addresses
-from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds, StageSummary, destination, summary
 from trtserve.progress import SILENT, Progress
 from trtserve.server.engine_fit import serving_note
 from trtserve.specs import BuildSpec

@@ -15,8 +15,8 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.source import read_hf_config
 from trtserve.checkpoint.unified import read_config
 from trtserve.errors import TrtserveError
+from trtserve.pipeline import StageNeeds, StageSummary, destination, summary
 from trtserve.pipeline.convert_own import OwnConversion, plan_own_conversion
-from trtserve.pipeline.stages import StageNeeds, StageSummary, destination, summary
 from trtserve.progress import SILENT, Progress
 from trtserve.specs import CheckSpec, ConvertSpec
 from trtserve.store import Store, publish, require_name, withdraw

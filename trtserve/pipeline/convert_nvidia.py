@@ -16,9 +16,9 @@ from trtserve.errors import ConversionError, UnsupportedModelError, UsageError
 from trtserve.host.machine import format_bytes, require_disk, require_memory
 from trtserve.nvidia.containers import ContainerRun, ToolMemory, container_name, image_of, in_container, with_targets
 from trtserve.nvidia.converters import Toolkit, find_toolkit, needs_calibration, run_converter, tool_command
+from trtserve.pipeline import MANIFEST_BYTES, StageNeeds
 from trtserve.pipeline.checkpoint_config import expected_config, resolve_dtype
 from trtserve.pipeline.convert_own import smaller_checkpoint
-from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds
 from trtserve.process import Command
 from trtserve.progress import Progress
 from trtserve.specs import ConvertSpec

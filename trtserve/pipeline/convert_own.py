@@ -37,8 +37,8 @@ from trtserve.host.machine import format_bytes, require_disk, require_memory, to
 from trtserve.nvidia.releases import NEWEST, RELEASES
 from trtserve.nvidia.releases.converters import convertible_family
 from trtserve.nvidia.releases.loaders import loading_releases, name_in_release, problems
+from trtserve.pipeline import MANIFEST_BYTES, StageNeeds
 from trtserve.pipeline.checkpoint_config import checkpoint_config, resolve_dtype, resolve_release
-from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds
 from trtserve.progress import Progress
 from trtserve.specs import ConvertSpec
 from trtserve.store import Store, expected_seconds, read_rates, timed

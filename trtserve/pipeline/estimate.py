@@ -33,13 +33,13 @@ from trtserve.executor.runtimes import CPU_RUNTIME, automatic_runtime, runs_on_c
 from trtserve.files import LARGEST_TEXT, is_weights
 from trtserve.host.machine import available_memory, format_bytes, free_disk, require_disk
 from trtserve.nvidia.gpu_findings import FIRST_BFLOAT16, FIRST_FP8, capability_words, kernels_note, missing_arithmetic
+from trtserve.pipeline import MANIFEST_BYTES, StageNeeds
 from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert_own import OwnConversion, plan_own_conversion
 from trtserve.pipeline.gpu_fit import Gpu, GpuFit, fit_gpu, fitting_step, gpu_notes, own_gpu, shorter_fit, smallest_fit
 from trtserve.pipeline.memory import Deployment, MemoryNeeds, advice, build_addresses, memory_needs
 from trtserve.pipeline.model import ModelPlan, plan_model
 from trtserve.pipeline.model_files import CONFIG, GGUF, SINGLE, ModelFiles, stored_files
-from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds
 from trtserve.progress import SILENT, Progress
 from trtserve.server.engine_fit import fitting_tokens
 from trtserve.specs import CALIBRATED, BuildSpec, ConvertSpec, RuntimeName

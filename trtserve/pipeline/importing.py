@@ -14,7 +14,7 @@ from trtserve.errors import DiskSpaceError, MemoryLimitError, TrtserveError, Uns
 from trtserve.executor.runtimes import RUNTIMES, choose_runtime, draft_memory
 from trtserve.host.machine import format_bytes, require_disk, require_memory
 from trtserve.nvidia.releases.converters import require_converter
-from trtserve.pipeline import inventory
+from trtserve.pipeline import StagePlan, StageSummary, inventory, summary
 from trtserve.pipeline.build import BuildPlan, plan_build
 from trtserve.pipeline.checkpoint_config import checkpoint_config, fp8_to_keep
 from trtserve.pipeline.convert import ConversionPlan, plan_conversion
@@ -30,7 +30,6 @@ from trtserve.pipeline.import_spec import (
 from trtserve.pipeline.memory import Deployment, MemoryNeeds, memory_needs, require_enough_memory
 from trtserve.pipeline.model import ModelPlan, plan_model
 from trtserve.pipeline.model_files import GGUF, is_convertible
-from trtserve.pipeline.stages import StagePlan, StageSummary, summary
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.assembling import (
     engine_models,

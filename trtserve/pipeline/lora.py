@@ -23,8 +23,8 @@ from trtserve.checkpoint.lora_adapter import (
 from trtserve.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError, UsageError
 from trtserve.files import LARGEST_TEXT
 from trtserve.host.machine import format_bytes
+from trtserve.pipeline import destination
 from trtserve.pipeline.model import download_folder
-from trtserve.pipeline.stages import destination
 from trtserve.progress import SILENT, Progress
 from trtserve.store import Store, hub, publish
 from trtserve.store.sources import Source, parse_source

@@ -17,6 +17,7 @@ from trtserve.checkpoint.gguf_tokenizer import tokenizer_of
 from trtserve.errors import CorruptFileError, LockedError, UnsupportedModelError, listing
 from trtserve.files import is_weights, locked
 from trtserve.host.machine import format_bytes, require_disk
+from trtserve.pipeline import MANIFEST_BYTES, StageNeeds, StageSummary, destination, summary
 from trtserve.pipeline.model_files import (
     CONFIG,
     GGUF,
@@ -26,7 +27,6 @@ from trtserve.pipeline.model_files import (
     planned_files,
     stored_files,
 )
-from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds, StageSummary, destination, summary
 from trtserve.progress import SILENT, Progress, Task
 from trtserve.store import Store, expected_seconds, hub, link_or_copy, publish, read_rates, remote, reusable, timed
 from trtserve.store.sources import Source, other_meaning, parse_source

@@ -8,9 +8,9 @@ from typing import cast
 
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.errors import UsageError, counted
+from trtserve.pipeline import StageSummary
 from trtserve.pipeline.import_spec import ImportSpec, as_json, recorded_spec
 from trtserve.pipeline.importing import import_to_repository, plan_import, warn_about_resources
-from trtserve.pipeline.stages import StageSummary
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.served import ServedRepository, inspect_repository
 from trtserve.server.engine_fit import wants_rebuild

@@ -20,7 +20,7 @@ import yaml
 
 from trtserve.errors import UsageError
 from trtserve.files import LARGEST_YAML, read_text, writing
-from trtserve.pipeline.fleet.content import Fleet, ShapeOption
+from trtserve.pipeline.fleet import Fleet, ShapeOption
 from trtserve.pipeline.fleet.sizing import Sized
 
 _WORKLOADS = {"Deployment": "apps/v1", "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1"}

@@ -17,7 +17,7 @@ import numpy as np
 
 from trtserve.bench.report import BenchReport, read_report
 from trtserve.errors import MissedLimitError, UsageError
-from trtserve.pipeline.fleet.content import Fleet, FleetTraffic, ShapeOption
+from trtserve.pipeline.fleet import Fleet, FleetTraffic, ShapeOption
 from trtserve.pipeline.fleet.simulation import GROUPS, Arrivals, Floats, Incident, ReplicaSpeed, Simulated, Simulation
 
 _PART = 50_000  # requests that are drawn at a time

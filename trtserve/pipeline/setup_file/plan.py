@@ -17,10 +17,10 @@ from trtserve.errors import LockedError, PortInUseError, ServerRunningError, Usa
 from trtserve.executor.loaders import is_embedded_runtime
 from trtserve.executor.runtimes import RUNTIMES, choose_runtime
 from trtserve.host.ports import ipv4_address, is_free
+from trtserve.pipeline import StageSummary
 from trtserve.pipeline.import_spec import ImportSpec, as_json, engine_destination, pinned_source
 from trtserve.pipeline.importing import ImportPlan, plan_import, require_resources, run_import
-from trtserve.pipeline.setup_file.content import BenchmarkSetup, ClusterSetup, ModelSetup, ServerSetup, Setup, in_keys
-from trtserve.pipeline.stages import StageSummary
+from trtserve.pipeline.setup_file import BenchmarkSetup, ClusterSetup, ModelSetup, ServerSetup, Setup, in_keys
 from trtserve.process import arguments
 from trtserve.progress import SILENT, Progress
 from trtserve.server.checks import access_warnings

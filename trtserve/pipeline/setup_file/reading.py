@@ -18,7 +18,7 @@ from trtserve.bench.targets import read_goal, read_requirements
 from trtserve.errors import ArtifactError, UsageError, did_you_mean
 from trtserve.files import LARGEST_YAML, read_text
 from trtserve.pipeline.import_spec import recorded_spec
-from trtserve.pipeline.setup_file.content import (
+from trtserve.pipeline.setup_file import (
     AIMS,
     BENCHMARK_KEYS,
     MODEL_SPECS,

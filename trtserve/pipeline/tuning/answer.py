@@ -19,7 +19,7 @@ from trtserve.bench.plots import FrontPoint, write_front
 from trtserve.bench.targets import figure_of, goal_words
 from trtserve.errors import UsageError
 from trtserve.files import read_text, write_json, writing
-from trtserve.pipeline.setup_file.content import model_options
+from trtserve.pipeline.setup_file import model_options
 from trtserve.pipeline.setup_file.reading import read_setup
 from trtserve.pipeline.tuning.roofline import Offered, Prediction
 from trtserve.pipeline.tuning.search import RATE_OF, UNITS, Goal, Search

@@ -33,7 +33,7 @@ from trtserve.bench.targets import figure_of
 from trtserve.errors import TrtserveError, UsageError, counted
 from trtserve.files import optional_json_object, write_json
 from trtserve.pipeline.import_spec import as_json
-from trtserve.pipeline.setup_file.content import SearchSetup
+from trtserve.pipeline.setup_file import SearchSetup
 from trtserve.pipeline.tuning.roofline import ASSUMED, MachineSpeed, Offered, SpeedModel, Terms
 from trtserve.pipeline.tuning.space import Space, Values, words
 from trtserve.pipeline.tuning.trials import Bench, Trial, Trials

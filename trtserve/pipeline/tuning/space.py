@@ -18,7 +18,7 @@ from trtserve.executor.runtimes import RUNTIMES, choose_runtime
 from trtserve.host.gpus import list_gpus
 from trtserve.pipeline.import_spec import ImportSpec, as_json
 from trtserve.pipeline.importing import ImportPlan, plan_import, require_resources
-from trtserve.pipeline.setup_file.content import (
+from trtserve.pipeline.setup_file import (
     LOADS,
     ModelSetup,
     SearchSetup,
