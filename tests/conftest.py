@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 from xdist.scheduler import LoadFileScheduling
 
 from tests.support.doubles import Doubles
@@ -23,9 +25,11 @@ from trtserve.host import gpus, ports
 if os.environ.get("TRTSERVE_TEST_DEVICE") != "cuda":
     os.environ["TRITON_INTERPRET"] = "1"
 
-# The same examples in every run, and no assertion about the clock.
+# The same examples in every run, and no assertion about the clock. Hypothesis would also try constants of the modules
+# that happen to be loaded: other examples in each process, after seconds of parsing.
 settings.register_profile("trtserve", deadline=None, derandomize=True, database=None)
 settings.load_profile("trtserve")
+providers._get_local_constants = Constants
 
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
