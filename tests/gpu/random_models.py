@@ -59,6 +59,27 @@ HF_SIZES["30B-A3B"] = HF_SIZES["8B"] | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+# DeepSeek V2-Lite: latent attention.
+HF_SIZES["V2-Lite"] = HF_SIZES["8B"] | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "hidden_size": 2048,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "intermediate_size": 10_944,
+    "vocab_size": 102_400,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "q_lora_rank": None,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 1408,
+    "first_k_dense_replace": 1,
+}
 LORA_MODULES = ("attn_q", "attn_k", "attn_v", "attn_dense", "mlp_h_to_4h", "mlp_4h_to_h", "mlp_gate")
 TOKENS_PER_BLOCK = 16
 MAX_NUM_TOKENS = 8192
