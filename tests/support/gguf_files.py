@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,11 @@ _NAMES = {
 _EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _SHARED = {f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
 _AFTER_BOTH = {"post_attention_layernorm": "post_attention_norm"}
+_LAYER_INPUTS = {
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+}
 # Where an architecture has other names.
 _OWN: dict[str, dict[str, str]] = {
     **dict.fromkeys(("gemma2", "gemma3", "gpt-oss", "olmo2", "exaone4", "seed_oss"), _AFTER_BOTH),
@@ -47,12 +53,32 @@ _OWN: dict[str, dict[str, str]] = {
         "post_mlp_layernorm": "post_ffw_norm",
     },
     "hunyuan-dense": {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
+    "hunyuan-moe": {
+        "self_attn.query_layernorm": "attn_q_norm",
+        "self_attn.key_layernorm": "attn_k_norm",
+        "mlp.gate.wg": "ffn_gate_inp",
+        **{f"mlp.shared_mlp.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    },
     "gemma4": _AFTER_BOTH
+    | _LAYER_INPUTS
     | {
-        "per_layer_input_gate": "inp_gate",
-        "per_layer_projection": "proj",
-        "post_per_layer_input_norm": "post_norm",
         "layer_scalar": "layer_output_scale",
+        "router.proj": "ffn_gate_inp",
+        "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+        "post_feedforward_layernorm_1": "post_ffw_norm_1",
+        "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    },
+    "gemma3n": _AFTER_BOTH
+    | _LAYER_INPUTS
+    | {
+        "altup.correction_coefs": "altup_correct_coef",
+        "altup.correct_output_scale": "altup_correct_scale",
+        "altup.prediction_coefs": "altup_predict_coef",
+        "altup.modality_router": "altup_router",
+        "altup.router_norm": "altup_router_norm",
+        "laurel.linear_left": "laurel_l",
+        "laurel.linear_right": "laurel_r",
+        "laurel.post_laurel_norm": "laurel_post_norm",
     },
     "lfm2": {
         "operator_norm": "attn_norm",
@@ -145,6 +171,16 @@ def write_gguf_model(folder: Path, family: str, architecture: str, kind: str, **
             meant[name] = values
             tensors |= _gpt_oss(name.removeprefix("model.layers."), values)
             continue
+        if module in _SCALES or module.startswith("experts."):
+            own = _SCALES.get(module, f"ffn_{'down' if 'down' in module else 'gate_up'}_exps.weight")
+            chosen = "F32" if own in _SCALES.values() else kind
+            content, meant[name] = stored(values, chosen)
+            tensors[f"blk.{layer}.{own}"] = values.shape, chosen, content
+            continue
+        if stem.startswith("model.altup_"):
+            stack, _, _ = stem.removeprefix("model.").rpartition(".")
+            stacks.setdefault(f"{_ALTUP[stack]}.weight", []).append((name, values))
+            continue
         if not stem.startswith("model.layers."):
             own = _OUTER[stem]
         elif ".experts." in module:
@@ -169,7 +205,7 @@ def write_gguf_model(folder: Path, family: str, architecture: str, kind: str, **
         shape = tuple(size for size in values.shape if size > 1) if own.endswith(_FLOATS) else values.shape
         tensors[f"{own}.{ending}"] = shape, chosen, content
     for own, experts in stacks.items():
-        experts.sort(key=lambda item: int(item[0].partition(".experts.")[2].partition(".")[0]))
+        experts.sort(key=lambda item: int(next(part for part in item[0].split(".")[::-1] if part.isdigit())))
         parts = [(name, stored(values, kind)) for name, values in experts]
         meant |= {name: floats for name, (_, floats) in parts}
         tensors[own] = (len(parts), *experts[0][1].shape), kind, b"".join(content for _, (content, _) in parts)
@@ -193,6 +229,8 @@ def _rotations(config: Mapping[str, Any], architecture: str) -> dict[str, Writte
     return tensors
 
 
+_SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+_ALTUP = {"altup_projections": "altup_proj", "altup_unembed_projections": "altup_unembd_proj"}
 _OUTER = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -301,6 +339,12 @@ def _kinds_of_layers(config: Mapping[str, Any], architecture: str) -> dict[str, 
             "lfm2.attention.head_count_kv": [heads if each else 0 for each in attending],
             "lfm2.attention.layer_norm_rms_epsilon": config["norm_eps"],
         }
+    if architecture == "hunyuan-moe":
+        return {
+            "hunyuan-moe.expert_used_count": config["moe_topk"][0],
+            "hunyuan-moe.expert_shared_count": config["num_shared_expert"],
+            "hunyuan-moe.expert_shared_feed_forward_length": config["intermediate_size"],
+        }
     if architecture == "gemma4":
         slides = [kind == "sliding_attention" for kind in kinds]
         shared, inner = config["num_kv_shared_layers"], config["intermediate_size"]
@@ -313,10 +357,23 @@ def _kinds_of_layers(config: Mapping[str, Any], architecture: str) -> dict[str, 
             "gemma4.attention.key_length": config["global_head_dim"],
             "gemma4.attention.key_length_swa": config["head_dim"],
             "gemma4.embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+            **({"gemma4.expert_used_count": config["top_k_experts"]} if config.get("top_k_experts") else {}),
             "gemma4.rope.freq_base": 1e6,
             "gemma4.rope.freq_base_swa": 1e4,
             **({"gemma4.feed_forward_length": wide} if config.get("use_double_wide_mlp") else {}),
             **({"gemma4.attention.head_count_kv": [heads if each else of_full for each in slides]} if of_full else {}),
+        }
+    if architecture == "gemma3n":
+        shares = config["activation_sparsity_pattern"]
+        return {
+            "gemma3n.attention.sliding_window_pattern": [kind == "sliding_attention" for kind in kinds],
+            "gemma3n.attention.shared_kv_layers": config["num_kv_shared_layers"],
+            "gemma3n.embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+            "gemma3n.altup.num_inputs": config["altup_num_inputs"],
+            "gemma3n.altup.active_idx": config.get("altup_active_idx", 0),
+            "gemma3n.activation_sparsity_scale": [
+                NormalDist().inv_cdf(share) if share else float("-inf") for share in shares
+            ],
         }
     if architecture == "exaone4" and config.get("sliding_window"):
         return {"exaone4.attention.sliding_window_pattern": [kind == "sliding_attention" for kind in kinds]}

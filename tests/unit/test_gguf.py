@@ -60,6 +60,9 @@ MODELS: list[tuple[str, str, str, dict[str, Any]]] = [
             "use_double_wide_mlp": False,
         },
     ),
+    ("gemma4_moe", "gemma4", "Q8_0", {"head_dim": 32}),
+    ("gemma3n", "gemma3n", "F16", {"head_dim": 32}),
+    ("hunyuan_v1_moe", "hunyuan-moe", "Q8_0", {"head_dim": 64, "rope_scaling": None}),
     ("phi3", "phi3", "Q8_0", {}),
     ("phi3_long", "phi3", "Q8_0", {"hidden_size": 64}),
     ("qwen2_moe", "qwen2moe", "Q8_0", {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}),
@@ -377,6 +380,21 @@ def test_heads_of_keys_that_are_listed_for_each_layer(tmp_path: Path) -> None:
     found.metadata["llama.attention.head_count_kv"] = [0, 0]
     with pytest.raises(CorruptFileError, match="head_count_kv has 0"):
         config_of(found)
+
+
+def test_numbers_of_gemma_3n_that_are_not_what_they_must_be(tmp_path: Path) -> None:
+    file, _ = write_gguf_model(tmp_path, "gemma3n", "gemma3n", "F16", **SIZES)
+    found = GgufFile(file)
+    shared, sparsity = "gemma3n.attention.shared_kv_layers", "gemma3n.activation_sparsity_scale"
+    meant = config_of(found)
+    found.metadata[shared] = float(found.metadata[shared])
+    assert config_of(found) == meant
+    for key, wrong in ((shared, float("nan")), (shared, 1.5), (sparsity, [0.5]), (sparsity, [float("nan")] * 5)):
+        told = found.metadata[key]
+        found.metadata[key] = wrong
+        with pytest.raises(CorruptFileError, match=key):
+            config_of(found)
+        found.metadata[key] = told
 
 
 def test_special_tokens_outside_the_vocabulary_are_none(tmp_path: Path) -> None:

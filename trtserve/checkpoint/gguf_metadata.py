@@ -16,6 +16,7 @@ from trtserve.errors import CorruptFileError, UnsupportedModelError
 AGAIN = "Fetch the file again, or choose another copy of it."
 OTHER = "Choose the original model, in safetensors."
 _MOST_LAYERS = 10_000
+_EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,10 @@ class GgufFamily:
     norm_shift: float = 0.0  # llama.cpp stores the norms of Gemma plus one
     own_head_size: bool = False
     modules: Mapping[str, str] = field(default_factory=dict)  # of a layer, with names of their own
-    outer: Mapping[str, str] = field(default_factory=dict)  # outside the layers
+    outer: Mapping[str, str] = field(default_factory=dict)  # outside the layers; {} stands for the number in a stack
+    experts: Mapping[str, str] = field(
+        default_factory=lambda: _EXPERTS
+    )  # of a layer; {} stands for the expert's number
     keys: Mapping[str, str] = field(default_factory=dict)  # of config.json, and their names in the metadata
     config: Mapping[str, Any] = field(default_factory=dict)  # what is the same for all models
     present: Mapping[str, str] = field(default_factory=dict)  # key of config.json: true where the first layer has this
@@ -41,6 +45,16 @@ _AFTER_BOTH = {
 _SANDWICH = {**_AFTER_BOTH, "ffn_norm": "pre_feedforward_layernorm"}
 _BIASED = {"attention_bias": "attn_q.bias"}
 _GEMMA: dict[str, Any] = {"norm_shift": -1.0, "own_head_size": True}
+_LAYER_INPUTS = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+_OUTER_INPUTS = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 FAMILIES = {
     "llama": GgufFamily(
         architecture="LlamaForCausalLM",
@@ -77,16 +91,41 @@ FAMILIES = {
         model_type="gemma4_text",
         modules={
             **_SANDWICH,
-            "inp_gate": "per_layer_input_gate",
-            "proj": "per_layer_projection",
-            "post_norm": "post_per_layer_input_norm",
+            **_LAYER_INPUTS,
             "layer_output_scale": "layer_scalar",
+            "ffn_gate_inp": "router.proj",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        },
+        outer=_OUTER_INPUTS,
+        experts={"ffn_gate_up_exps": "experts.{}.gate_up_proj", "ffn_down_exps": "experts.{}.down_proj"},
+        keys={"top_k_experts": "expert_used_count"},
+    ),
+    "gemma3n": GgufFamily(
+        architecture="Gemma3nForCausalLM",
+        model_type="gemma3n_text",
+        own_head_size=True,
+        modules={
+            **_SANDWICH,
+            **_LAYER_INPUTS,
+            "altup_correct_coef": "altup.correction_coefs",
+            "altup_correct_scale": "altup.correct_output_scale",
+            "altup_predict_coef": "altup.prediction_coefs",
+            "altup_router": "altup.modality_router",
+            "altup_router_norm": "altup.router_norm",
+            "laurel_l": "laurel.linear_left",
+            "laurel_r": "laurel.linear_right",
+            "laurel_post_norm": "laurel.post_laurel_norm",
         },
         outer={
-            "per_layer_token_embd": "model.embed_tokens_per_layer",
-            "per_layer_model_proj": "model.per_layer_model_projection",
-            "per_layer_proj_norm": "model.per_layer_projection_norm",
+            **_OUTER_INPUTS,
+            "altup_proj": "model.altup_projections.{}",
+            "altup_unembd_proj": "model.altup_unembed_projections.{}",
         },
+        keys={"altup_num_inputs": "altup.num_inputs", "altup_active_idx": "altup.active_idx"},
     ),
     "phi3": GgufFamily(
         architecture="Phi3ForCausalLM",
@@ -179,6 +218,18 @@ FAMILIES = {
         own_head_size=True,
         modules={"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
     ),
+    "hunyuan-moe": GgufFamily(
+        architecture="HunYuanMoEV1ForCausalLM",
+        model_type="hunyuan_v1_moe",
+        own_head_size=True,
+        modules={
+            "attn_q_norm": "self_attn.query_layernorm",
+            "attn_k_norm": "self_attn.key_layernorm",
+            "ffn_gate_inp": "mlp.gate.wg",
+            **{f"ffn_{part}_shexp": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")},
+        },
+        keys={"moe_topk": "expert_used_count", "num_shared_expert": "expert_shared_count"},
+    ),
     "cohere2": GgufFamily(
         architecture="Cohere2ForCausalLM",
         model_type="cohere2",
@@ -240,6 +291,13 @@ class Metadata:
     def size(self, key: str) -> int:
         value, limit = self.get(key, int), _MOST_LAYERS if key == "block_count" else 1 << 31
         if value is None or not 0 < value < limit:
+            raise CorruptFileError(f"{self.file.path}: {self.architecture}.{key} is {value!r:.80}.", hint=AGAIN)
+        return int(value)
+
+    def whole(self, key: str) -> int:
+        """Return a count that some files have as a float; 0 without it."""
+        value = self.get(key, int | float, 0)
+        if value not in range(_MOST_LAYERS):
             raise CorruptFileError(f"{self.file.path}: {self.architecture}.{key} is {value!r:.80}.", hint=AGAIN)
         return int(value)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any
 
 from trtserve.checkpoint.encodings import Encoding, StoredTensor
@@ -12,17 +13,22 @@ from trtserve.checkpoint.gguf import GgufFile, GgufRows
 from trtserve.checkpoint.gguf_metadata import AGAIN, MODULES, OTHER, OUTER, Metadata
 from trtserve.errors import CorruptFileError, UnsupportedModelError
 
-_IN_LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)\.(weight|bias)")
+_IN_LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)\.(weight|bias|scale)")
 # Tensors that say what the config says.
 _ROPE = "rope_freqs.weight"
 _OF_CONFIG = (_ROPE, "rope_factors_short.weight", "rope_factors_long.weight")
 _MOST_PAIRS = 65_536
 # Whole names in transformers, without `.weight`.
-_WHOLE = ("self_attn.sinks", "layer_scalar")
+_WHOLE = (
+    *("self_attn.sinks", "layer_scalar", "router.scale", "router.per_expert_scale"),
+    "altup.correct_output_scale",
+)
 # What llama.cpp divides the frequencies by that do not turn.
 _STILL = 1e30
-_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-_MIXTRAL = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
+_MIXTRAL = {
+    f"ffn_{part}_exps": f"block_sparse_moe.experts.{{}}.{name}"
+    for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+}
 _MIXTRAL_GATE = {"ffn_gate_inp": "block_sparse_moe.gate"}
 
 
@@ -129,7 +135,35 @@ def _gemma(data: Metadata, head_size: int, share: int) -> dict[str, Any]:
             "sliding_window_pattern": 6,
             "final_logit_softcapping": data.get("final_logit_softcapping", float),
         }
-    return common if data.architecture == "gemma" else common | _gemma4(data)
+    own = {"gemma4": _gemma4, "gemma3n": _gemma3n}.get(data.architecture)
+    return common if own is None else common | own(data)
+
+
+def _gemma3n(data: Metadata) -> dict[str, Any]:
+    """Return the keys of a Gemma 3n; the file has what shares of the gates are at, in standard deviations."""
+    key, layers = "activation_sparsity_scale", data.size("block_count")
+    scales, rank = data.get(key, list, []), data.file.entries.get("blk.0.laurel_l.weight")
+    inputs = data.file.entries.get("per_layer_token_embd.weight")
+    if len(scales) != layers or any(type(scale) is not float or scale != scale for scale in scales):
+        raise CorruptFileError(
+            f"{data.file.path}: gemma3n.{key} is {scales!r:.80}; expected a number for each of {layers} layers.",
+            hint=AGAIN,
+        )
+    if rank is None or inputs is None:
+        raise CorruptFileError(
+            f"{data.file.path} lacks blk.0.laurel_l.weight or per_layer_token_embd.weight.", hint=AGAIN
+        )
+    return {
+        "layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in data.sliding_layers()],
+        "sliding_window": data.size("attention.sliding_window"),
+        "rope_local_base_freq": data.get("rope.freq_base_swa", float, 10000.0),
+        "num_kv_shared_layers": data.whole("attention.shared_kv_layers"),
+        "hidden_size_per_layer_input": data.size("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": inputs.shape[0],
+        "laurel_rank": rank.shape[0],
+        "activation_sparsity_pattern": [round(NormalDist().cdf(scale), 6) for scale in scales],
+        "final_logit_softcapping": data.get("final_logit_softcapping", float),
+    }
 
 
 def _gemma4(data: Metadata) -> dict[str, Any]:
@@ -148,7 +182,8 @@ def _gemma4(data: Metadata) -> dict[str, Any]:
         "sliding_window": data.size("attention.sliding_window"),
         "attention_k_eq_v": same,
         "num_global_key_value_heads": data.kv_heads_of_layers()[full[0]] if same else None,
-        "num_kv_shared_layers": data.get("attention.shared_kv_layers", int, 0),
+        "num_kv_shared_layers": data.whole("attention.shared_kv_layers"),
+        "enable_moe_block": data.get("expert_count", int, 0) > 0,
         "use_double_wide_mlp": isinstance(widths, list) and len(set(widths)) > 1,
         "hidden_size_per_layer_input": data.get("embedding_length_per_layer_input", int, 0),
         "vocab_size_per_layer_input": data.file.entries["token_embd.weight"].shape[0],
@@ -232,7 +267,10 @@ def tensors_of(file: GgufFile) -> Iterator[tuple[StoredTensor, Encoding]]:
         if layer is None:
             stem, _, kind = name.rpartition(".")
             outer, norm = {**OUTER, **data.family.outer}.get(stem), stem == "output_norm"
-            if outer is not None:
+            if outer is not None and "{}" in outer and len(stored.entry.shape) == 3:
+                yield from _each(stored, data, f"{outer}.{kind}")
+                continue
+            if outer is not None and "{}" not in outer:
                 yield replace(stored, name=f"{outer}.{kind}"), _rows(stored, data, norm=norm)
                 continue
         else:
@@ -254,7 +292,10 @@ def _of_layer(
 ) -> Iterator[tuple[StoredTensor, Encoding]]:
     prefix, norm, shape = f"model.layers.{layer}.", module.endswith("_norm"), stored.entry.shape
     mixtral = data.architecture == "llama"
-    own = {**MODULES, **(_MIXTRAL_GATE if mixtral else {}), **data.family.modules}.get(module)
+    own = {**MODULES, **(_MIXTRAL_GATE if mixtral else {}), **data.family.modules}.get(
+        f"{module}.scale" if kind == "scale" else module
+    )
+    experts = (_MIXTRAL if mixtral else data.family.experts).get(module)
     heads = 0
     if data.family.permuted and module in ("attn_q", "attn_k"):
         heads = data.kv_heads() if module == "attn_k" else data.size("attention.head_count")
@@ -263,13 +304,16 @@ def _of_layer(
             stored = stored.seen_as(1, *shape)
         name = own if own in _WHOLE else f"{own}.{kind}"
         yield replace(stored, name=prefix + name), _rows(stored, data, norm=norm, heads=heads)
-    elif module in _EXPERTS and len(shape) == (3 if kind == "weight" else 2):
-        count, *inner = shape
-        inner += [1] if kind == "bias" else []
-        part = (_MIXTRAL if mixtral else _EXPERTS)[module]
-        outer = "block_sparse_moe" if mixtral else "mlp"
-        for expert in range(count):
-            entry = replace(stored.entry, shape=tuple(inner), size=stored.entry.size // count)
-            entry = replace(entry, begin=stored.entry.begin + expert * entry.size)
-            one = replace(stored, name=f"{prefix}{outer}.experts.{expert}.{part}.{kind}", entry=entry)
-            yield one, _rows(one, data)
+    elif experts is not None and len(shape) == (3 if kind == "weight" else 2):
+        yield from _each(stored, data, f"{prefix}{experts}.{kind}")
+
+
+def _each(stored: StoredTensor, data: Metadata, name: str) -> Iterator[tuple[StoredTensor, Encoding]]:
+    """Return the tensors of a stack, with their numbers in the name; those of vectors are columns."""
+    count, *inner = stored.entry.shape
+    inner += [1] if len(inner) == 1 else []
+    for number in range(count):
+        entry = replace(stored.entry, shape=tuple(inner), size=stored.entry.size // count)
+        entry = replace(entry, begin=stored.entry.begin + number * entry.size)
+        one = replace(stored, name=name.format(number), entry=entry)
+        yield one, _rows(one, data)
