@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.executor.engine.beams import BeamSearch
 from trtserve.executor.engine.logits_processing import LogitsProcessor
 from trtserve.executor.engine.requests import FinishReason
 from trtserve.executor.engine.sampling import SamplingParameters
-from trtserve.executor.engine.stop_words import StopWords
+from trtserve.executor.engine.sequence import BeamSearch, StopWords
 
 END = 4
 NEVER = -50.0

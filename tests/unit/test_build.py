@@ -19,7 +19,7 @@ from trtserve.artifacts import Checkpoint, Engine, Manifest, load_artifact
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.executor.loaders import read_engine_config
-from trtserve.executor.openvino import runtime as openvino
+from trtserve.executor.openvino import runtime
 from trtserve.executor.openvino.memory import weight_bytes
 from trtserve.executor.openvino.paged_model import PagedModel
 from trtserve.pipeline.build import plan_build
@@ -220,7 +220,7 @@ def test_caches_of_capped_scores_have_the_precision_of_arithmetic(
     ],
 )
 def test_precision_follows_weights_and_machine(dtype: str, kv: str, bfloat16: bool, expected: tuple[str, str]) -> None:
-    assert openvino.resolve_precision(dtype, kv, bfloat16=bfloat16)[:2] == expected
+    assert runtime.resolve_precision(dtype, kv, bfloat16=bfloat16)[:2] == expected
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_states_that_drift_in_bfloat16_have_float32_arithmetic(
     monkeypatch.setattr("trtserve.host.machine.has_bfloat16", lambda: True)
     checkpoint = convert_tiny(tmp_path, overrides={"family": family}, dtype="bfloat16")
     engine = plan_build(checkpoint, SPEC).engine
-    assert isinstance(engine, openvino.OpenvinoPlan)
+    assert isinstance(engine, runtime.OpenvinoPlan)
     assert (engine.compute_precision, any("Mamba-2" in note for note in engine.notes)) == (compute, compute == "f32")
 
 

@@ -16,8 +16,8 @@ from trtserve.errors import UsageError
 from trtserve.executor import api
 from trtserve.executor.engine.blocks import DEFAULT_RETENTION as RETAINED
 from trtserve.executor.engine.blocks import BlockTree
+from trtserve.executor.engine.kv_cache import StateRows
 from trtserve.executor.engine.limits import EngineLimits, state_rows
-from trtserve.executor.engine.states import StateRows
 from trtserve.specs import BuildSpec, ConvertSpec
 
 RUNTIMES = [

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtserve.executor.engine.stop_words import StopWords
+from trtserve.executor.engine.sequence import StopWords
 
 TOKENS = st.lists(st.integers(0, 2), max_size=6)
 

@@ -187,7 +187,7 @@ def find_tokenizer(
     if server.repository is None:
         return None
     if model is not None and VLLM_INPUT in model.inputs:
-        from trtserve.executor.vllm.model_json import MODEL_JSON
+        from trtserve.executor.vllm.arguments import MODEL_JSON
 
         settings = optional_json_object(server.repository / model.name / "1" / MODEL_JSON)
         folder = server.repository / str(settings.get("tokenizer") or settings.get("model") or "?")

@@ -17,7 +17,7 @@ from trtserve.checkpoint.architectures.base import Decoder
 from trtserve.errors import UnsupportedModelError
 from trtserve.executor.engine.shapes import Sizes
 from trtserve.executor.openvino.graph import GraphWeights, build_graph
-from trtserve.executor.openvino.mixer_graph import STATE_TABLE, step_inputs
+from trtserve.executor.openvino.layer_graphs import STATE_TABLE, step_inputs
 from trtserve.executor.openvino.paged_model import openvino_core
 from trtserve.executor.openvino.weight_quantization import Packing
 

@@ -12,9 +12,8 @@ from trtserve.artifacts import Manifest, Model, ModelRepository, fingerprint
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.architectures import architecture_of
 from trtserve.errors import UsageError
-from trtserve.executor.vllm.arguments import MODEL_FOLDER, kv_per_token
+from trtserve.executor.vllm.arguments import BACKEND, MODEL_FOLDER, MODEL_JSON, PYTHON, kv_per_token
 from trtserve.executor.vllm.installation import VllmInstallation
-from trtserve.executor.vllm.model_json import BACKEND, MODEL_JSON, PYTHON
 from trtserve.files import SENTENCE_TRANSFORMERS
 from trtserve.progress import Progress
 from trtserve.repository.engines import own_files

@@ -11,7 +11,7 @@ from trtserve.artifacts import ModelRepository
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import RepositoryError
 from trtserve.executor.loaders import device_of, is_embedded, merges_ranks
-from trtserve.executor.vllm import model_json
+from trtserve.executor.vllm import arguments
 from trtserve.executor.vllm.runtime import VllmRuntime
 from trtserve.files import LARGEST_YAML, optional_json_object, read_json_object, read_text, whole_number
 from trtserve.repository.config import parameter_texts, read_config
@@ -151,7 +151,7 @@ def inspect_repository(repository: ModelRepository) -> ServedRepository:
         model=model,
         backends=frozenset(config.backend for config in configs.values() if config.backend),
         streaming=any(
-            configs[name].model_transaction_policy.decoupled or configs[name].backend == model_json.BACKEND
+            configs[name].model_transaction_policy.decoupled or configs[name].backend == arguments.BACKEND
             for name in (model, CORE)
             if name in configs
         ),
@@ -269,9 +269,9 @@ def _found(
         origin = entry.get("origin") or {}
         if (yaml := repository / name / "1" / LLMAPI_FILE).is_file() and config.backend == "python":
             yield _llmapi(name, config, yaml, instances)
-        elif config.backend == model_json.BACKEND:
-            settings = model_json.ModelJson.read(repository / name / "1" / model_json.MODEL_JSON)
-            python = _parameter(config, model_json.PYTHON)
+        elif config.backend == arguments.BACKEND:
+            settings = arguments.ModelJson.read(repository / name / "1" / arguments.MODEL_JSON)
+            python = _parameter(config, arguments.PYTHON)
             yield CoreModel(
                 name=name,
                 backend="vllm",
@@ -303,7 +303,7 @@ def _found(
 
 def _llmapi(name: str, config: Any, path: Path, instances: int) -> CoreModel:
     settings = read_model_yaml(path)
-    sizes = model_json.parallel_sizes(settings, path)
+    sizes = arguments.parallel_sizes(settings, path)
     return CoreModel(
         name=name,
         backend="llmapi",

@@ -21,8 +21,7 @@ from trtserve.executor.engine.lora import AdapterCache
 from trtserve.executor.engine.model import ChoosingModel, ModelRunner
 from trtserve.executor.engine.requests import BlockUse, GenerationRequest, PromptTable, RequestMetrics
 from trtserve.executor.engine.sampling import SamplingParameters
-from trtserve.executor.engine.sequence import NO_END, Logits, RequestGroup, Sequence, as_tokens
-from trtserve.executor.engine.stop_words import StopWords
+from trtserve.executor.engine.sequence import NO_END, Logits, RequestGroup, Sequence, StopWords, as_tokens
 
 
 class Admission:

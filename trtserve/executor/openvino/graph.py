@@ -43,16 +43,17 @@ from trtserve.executor.openvino.graph_parts import (
     token_weights,
     xielu,
 )
-from trtserve.executor.openvino.latent_graph import latent_attention
-from trtserve.executor.openvino.mixer_graph import GraphStates, mixed
-from trtserve.executor.openvino.stream_graph import (
+from trtserve.executor.openvino.layer_graphs import (
+    GraphStates,
     beside_attention,
     changed_but_first,
     corrected,
     enter_streams,
     far_above,
     joined,
+    latent_attention,
     leave_streams,
+    mixed,
     predicted,
     stream_of,
 )

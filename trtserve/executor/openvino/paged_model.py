@@ -33,7 +33,7 @@ from trtserve.executor.openvino.capped_graph import (
     new_places,
     with_caps,
 )
-from trtserve.executor.openvino.mixer_graph import STATE_TABLE, cpu_plugin, step_inputs
+from trtserve.executor.openvino.layer_graphs import STATE_TABLE, cpu_plugin, step_inputs
 from trtserve.executor.openvino.paged_graph import (
     add_adapters,
     add_long_sequences,

@@ -30,8 +30,7 @@ from trtserve.executor.engine.requests import (
     RequestOutput,
 )
 from trtserve.executor.engine.sampling import Choice, SamplingParameters
-from trtserve.executor.engine.sequence import NO_END, RequestGroup, Sequence, as_tokens
-from trtserve.executor.engine.stop_words import StopWords
+from trtserve.executor.engine.sequence import NO_END, RequestGroup, Sequence, StopWords, as_tokens
 
 _GUIDES = {
     GuideType.JSON_SCHEMA: "json",

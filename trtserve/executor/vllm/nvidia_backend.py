@@ -19,9 +19,9 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
+from trtserve.executor.vllm.arguments import ADAPTERS, MODEL_JSON, PYTHON, ModelJson, read_adapters
 from trtserve.executor.vllm.engine import VllmProcess
 from trtserve.executor.vllm.installation import VARIABLE, require_installation
-from trtserve.executor.vllm.model_json import ADAPTERS, MODEL_JSON, PYTHON, ModelJson, read_adapters
 from trtserve.programs.shared.engine_model import EngineModel
 from trtserve.programs.shared.run_folder import STOPPED
 from trtserve.programs.shared.senders import GuardedSender, error_response

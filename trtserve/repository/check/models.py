@@ -8,7 +8,7 @@ from pathlib import Path
 from trtserve.errors import did_you_mean
 from trtserve.executor.loaders import is_embedded_runtime
 from trtserve.executor.runtimes import runs_on_cpu
-from trtserve.executor.vllm.model_json import BACKEND
+from trtserve.executor.vllm.arguments import BACKEND
 from trtserve.nvidia.releases import RELEASES
 from trtserve.nvidia.releases.options import TEMPLATE_TOOL, old_option
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository

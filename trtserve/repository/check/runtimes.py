@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.errors import CorruptFileError, RepositoryError, TrtserveError
+from trtserve.executor.vllm.arguments import ADAPTERS, BACKEND, MODEL_JSON, PARALLEL_SIZES, ModelJson, read_adapters
 from trtserve.executor.vllm.installation import VllmInstallation, any_release, find_installation
-from trtserve.executor.vllm.model_json import ADAPTERS, BACKEND, MODEL_JSON, PARALLEL_SIZES, ModelJson, read_adapters
 from trtserve.files import read_json_object
 from trtserve.nvidia.releases.options import dropped_argument, unknown_argument
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository

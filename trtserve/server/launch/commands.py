@@ -8,8 +8,8 @@ from pathlib import Path
 
 import trtserve
 from trtserve.client.endpoint import grpc_token
+from trtserve.executor.vllm.arguments import BACKEND
 from trtserve.executor.vllm.installation import VARIABLE as VLLM_PYTHON
-from trtserve.executor.vllm.model_json import BACKEND
 from trtserve.gateway.settings import read_key
 from trtserve.host.gpus import VISIBLE_DEVICES
 from trtserve.host.ports import ipv4_address

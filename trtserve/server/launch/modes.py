@@ -13,10 +13,9 @@ from typing import Final
 
 from trtserve.errors import RepositoryError, UsageError, counted
 from trtserve.executor.runtimes import RUNTIMES
-from trtserve.executor.vllm.arguments import follower_port
+from trtserve.executor.vllm.arguments import MODEL_JSON, follower_port
 from trtserve.executor.vllm.installation import VARIABLE as VLLM_PYTHON
 from trtserve.executor.vllm.installation import find_installation, require_installation
-from trtserve.executor.vllm.model_json import MODEL_JSON
 from trtserve.host.gpus import count_gpus
 from trtserve.nvidia.releases.converters import LLMAPI_LAUNCH, ORCHESTRATOR, SPAWN_PROCESSES, launcher_facts
 from trtserve.repository.served import CoreModel, ServedRepository

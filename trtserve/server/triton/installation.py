@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtserve.errors import MissingDependencyError, RepositoryError
-from trtserve.executor.vllm import model_json
+from trtserve.executor.vllm import arguments
 from trtserve.host.machine import install_command
 from trtserve.process import program
 from trtserve.store import Store
@@ -38,7 +38,7 @@ class Triton:
 
     def has(self, backend: str) -> bool:
         """Return whether it has a backend; `prepare_backends` adds one of ours to the wheel."""
-        return (self.backends / backend).is_dir() or (self.package is not None and backend == model_json.BACKEND)
+        return (self.backends / backend).is_dir() or (self.package is not None and backend == arguments.BACKEND)
 
     @property
     def stub(self) -> Path | None:
@@ -103,7 +103,7 @@ def prepare_backends(triton: Triton, store: Store) -> Path:
         if source.is_file():
             _link(source, folder / "python" / source.name, copied=source.name == _BACKEND)
     _link(triton.package.parents[1] / _LIBRARIES, folder.parents[2] / _LIBRARIES)
-    _link(Path(model_json.__file__).with_name("nvidia_backend.py"), folder / model_json.BACKEND / "model.py")
+    _link(Path(arguments.__file__).with_name("nvidia_backend.py"), folder / arguments.BACKEND / "model.py")
     return folder
 
 
