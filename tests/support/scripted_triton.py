@@ -17,7 +17,7 @@ from trtserve.gateway.openai.encoding import Encoder
 from trtserve.gateway.openai.images import ImageSources
 from trtserve.gateway.openai.served import Backend, ServedModel
 from trtserve.gateway.replicas import Replicas
-from trtserve.programs.postprocessing.anchored_decoding import AnchoredDecoder
+from trtserve.programs.shared.tokenizer import AnchoredDecoder
 
 NAME = "scripted"
 

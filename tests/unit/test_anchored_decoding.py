@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trtserve.programs.postprocessing.anchored_decoding import AnchoredDecoder
+from trtserve.programs.shared.tokenizer import AnchoredDecoder
 
 VOCABULARY = ["<s>", "▁a", "▁What", "▁is", "ing", "</s>"]
 

@@ -13,13 +13,15 @@ from tests.support.tiny_models import write_byte_tokenizer, write_tiny_model
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import MissingDependencyError, RepositoryError, UnsupportedModelError, UsageError
 from trtserve.pipeline.model import plan_model
-from trtserve.programs.shared.prepared_tokenizer import PREPARED, PreparedTokenizer, prepare
 from trtserve.programs.shared.tokenizer import (
+    PREPARED,
+    PreparedTokenizer,
     configured_end_ids,
     decode,
     encode,
     load_tokenizer,
     open_tokenizer,
+    prepare,
     require_bounded,
 )
 from trtserve.repository.tokenizer import check_tokenizer

@@ -20,7 +20,7 @@ from trtserve.cli import run
 from trtserve.errors import CorruptFileError, RepositoryError, UnsupportedModelError, UsageError
 from trtserve.nvidia.releases import NEWEST
 from trtserve.pipeline.parity.original import Vocabulary, prompt_set
-from trtserve.programs.llmapi import engine, requests
+from trtserve.programs.llmapi import engine
 from trtserve.repository.check import check_repository
 from trtserve.repository.config import parse_config
 from trtserve.repository.llmapi import plan_llmapi_repository, require_architecture
@@ -213,7 +213,7 @@ def test_texts_and_lists_are_bounded(name: str, values: list[bytes], message: st
 
     inputs = {"text_input": np.array([b"x"], dtype=np.object_), name: np.array(values, dtype=np.object_)}
     with pytest.raises(ValueError, match=message):
-        requests.read_request(inputs, decoupled=True)
+        engine.read_request(inputs, decoupled=True)
 
 
 def test_lora_inputs_need_each_other() -> None:
@@ -221,12 +221,12 @@ def test_lora_inputs_need_each_other() -> None:
 
     text = {"text_input": np.array([b"x"], dtype=np.object_)}
     with pytest.raises(ValueError, match="must be given together"):
-        requests.read_request({**text, "lora_id": np.array([1], dtype=np.uint64)}, decoupled=True)
+        engine.read_request({**text, "lora_id": np.array([1], dtype=np.uint64)}, decoupled=True)
     names = {name: np.array([b"poet"], dtype=np.object_) for name in ("lora_name", "lora_path")}
-    found = requests.read_request({**text, **names, "lora_id": np.array([1], dtype=np.uint64)}, decoupled=True)
+    found = engine.read_request({**text, **names, "lora_id": np.array([1], dtype=np.uint64)}, decoupled=True)
     assert found.lora == {"lora_int_id": 1, "lora_name": "poet", "lora_path": "poet", "lora_ckpt_source": "hf"}
     with pytest.raises(ValueError, match="decoupled mode"):
-        requests.read_request({**text, "streaming": np.array([True])}, decoupled=False)
+        engine.read_request({**text, "streaming": np.array([True])}, decoupled=False)
 
 
 def test_code_of_a_model_runs_only_when_asked_for_and_the_manifest_records_it(

@@ -8,8 +8,7 @@ from pathlib import Path
 from trtserve.client.tokenizer import missing_packages
 from trtserve.errors import ArtifactError, RepositoryError
 from trtserve.files import LARGEST_TEXT, read_json_object, require_own
-from trtserve.programs.shared.prepared_tokenizer import prepare
-from trtserve.programs.shared.tokenizer import configured_end_ids, decode, encode, open_tokenizer
+from trtserve.programs.shared.tokenizer import configured_end_ids, decode, encode, open_tokenizer, prepare
 from trtserve.programs.shared.tokenizer import token_ids as read_token_ids
 from trtserve.progress import SILENT, Progress
 

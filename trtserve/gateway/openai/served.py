@@ -34,8 +34,8 @@ from trtserve.gateway.openai.encoding import Encoder
 from trtserve.gateway.openai.errors import ApiError
 from trtserve.gateway.openai.images import ImageSources
 from trtserve.gateway.replicas import Replicas
-from trtserve.programs.postprocessing.anchored_decoding import AnchoredDecoder
 from trtserve.programs.shared.lora_names import LoraNames
+from trtserve.programs.shared.tokenizer import AnchoredDecoder
 
 _LOG = logging.getLogger(__name__)
 _DESCRIBED_WITHIN = 30.0

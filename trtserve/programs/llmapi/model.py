@@ -14,8 +14,7 @@ import triton_python_backend_utils as pb_utils
 from ..shared.engine_model import EngineModel
 from ..shared.run_folder import STOPPED
 from ..shared.senders import FIRST, NEXT, FetchedAnswers, FetchedSender, GuardedSender, error_response, wanted_answers
-from .engine import LlmEngine, choose_gpus, read_settings
-from .requests import LlmRequest, output_arrays, read_request
+from .engine import LlmEngine, LlmRequest, choose_gpus, output_arrays, read_request, read_settings
 
 _CANCEL_PERIOD_MS = 100
 _CANCELLED = "Request cancelled by client"

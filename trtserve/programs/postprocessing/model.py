@@ -13,8 +13,7 @@ import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
 from ..shared.parameters import ModelParameters
-from ..shared.tokenizer import tokenizer_of
-from .anchored_decoding import AnchoredDecoder
+from ..shared.tokenizer import AnchoredDecoder, tokenizer_of
 
 _MOST_TOKENS = 1 << 20  # of a request; decoding more would hold up all others
 # Before release 0.14 the ensemble sent these through this model to the client.
