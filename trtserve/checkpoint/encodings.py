@@ -225,8 +225,8 @@ class Columns(Encoding):
         words, zeros = self.codes.mapped(), self.zeros.mapped()
         rows = slice(first, first + count)
         if self.awq:
-            codes = self._awq(words, rows).T
-            points = self._awq(zeros, rows).T
+            codes = unpacked_awq(words, rows).T
+            points = unpacked_awq(zeros, rows).T
         else:
             codes = unpacked(np.ascontiguousarray(words[:, rows]).T, self.bits)
             points = unpacked(np.asarray(zeros), self.bits)[:, rows].T
@@ -235,14 +235,6 @@ class Columns(Encoding):
         spread = np.arange(inputs) // -(-inputs // groups) if self.order is None else _order(self.order, inputs, groups)
         steps = codes.astype(np.float32) - (points[:, spread].astype(np.float32) + self.stored_zero)
         return np.ascontiguousarray(steps * scales[:, spread])
-
-    def _awq(self, words: npt.NDArray[Any], rows: slice) -> npt.NDArray[np.uint8]:
-        import numpy as np
-
-        low, high = rows.start // 8, -(-rows.stop // 8)
-        mixed = unpacked(np.ascontiguousarray(words[:, low:high]), self.bits).reshape(len(words), -1, 8)
-        codes: npt.NDArray[np.uint8] = mixed[:, :, np.argsort(_AWQ_ORDER)].reshape(len(words), -1)
-        return codes[:, rows.start - low * 8 : rows.stop - low * 8]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,6 +314,16 @@ def unpacked(words: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
         each = np.unpackbits(little, axis=-1, bitorder="little").reshape(len(words), -1, bits)
         codes = np.packbits(each, axis=-1, bitorder="little")
     return codes.reshape(len(words), -1)
+
+
+def unpacked_awq(words: npt.NDArray[Any], outputs: slice) -> npt.NDArray[np.uint8]:
+    """Unpack [n, m] 32-bit integers to 4-bit codes [n, outputs]; nibbles hold outputs 0, 2, 4, 6, 1, 3, 5, 7 of 8."""
+    import numpy as np
+
+    low, high = outputs.start // 8, -(-outputs.stop // 8)
+    mixed = unpacked(words[:, low:high], 4).reshape(len(words), -1, 8)
+    codes: npt.NDArray[np.uint8] = mixed[:, :, np.argsort(_AWQ_ORDER)].reshape(len(words), -1)
+    return codes[:, outputs.start - low * 8 : outputs.stop - low * 8]
 
 
 def _order(order: StoredTensor, columns: int, groups: int) -> npt.NDArray[Any]:

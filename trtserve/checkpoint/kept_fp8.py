@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import Target
 from trtserve.checkpoint.encodings import Scaled, floats_of
-from trtserve.checkpoint.placement import Placement
+from trtserve.checkpoint.placement import Packed, Placement
 from trtserve.checkpoint.quantized import FP8_BLOCK, FP8_BLOCKS, FP8_ROWS
 from trtserve.checkpoint.quantized_tensors import excluded_modules, is_packed
 from trtserve.checkpoint.repacking import row_blocks, spans
@@ -33,37 +33,29 @@ _NO_NUMBER = 0x7F
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptFp8:
+class KeptFp8(Packed):
     """A checkpoint matrix [out, in] of FP8 codes, and their scales: f32[out] or f32[⌈out / 128⌉, ⌈in / 128⌉]."""
 
-    target: Target
     sources: Mapping[str, SourceTensor]
     blocks: bool
 
     @property
-    def source_bytes(self) -> int:
-        """Bytes to read, without the scales."""
-        return sum(_scaled(tensor).codes.entry.size for tensor in self.sources.values())
-
-    @property
-    def largest_source(self) -> int:
-        """Bytes of the largest source tensor."""
-        return max(_scaled(tensor).codes.entry.size for tensor in self.sources.values())
+    def source_sizes(self) -> list[int]:
+        """Those of the codes, without the scales."""
+        return [_scaled(tensor).codes.entry.size for tensor in self.sources.values()]
 
     @property
     def memory_bytes(self) -> int:
-        """Peak memory in bytes: the scales of the matrix, and two blocks of codes."""
+        """The scales of the matrix, and two blocks of codes."""
         return sum(4 * _scaled(tensor).scales.entry.size for tensor in self.sources.values()) + (16 << 20)
 
     def shapes(self, held: tuple[int, ...], dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return names (unsharded), shapes and types of a rank's tensors, given the shape of its float matrix."""
         del dtype
         outputs, inputs = held
         scales = (-(-outputs // FP8_BLOCK), -(-inputs // FP8_BLOCK)) if self.blocks else (outputs,)
         return {self.target.name: (held, "float8_e4m3"), self._scales_name: (scales, "float32")}
 
     def write(self, placement: Placement, files: Sequence[int]) -> None:
-        """Write codes and scales to all rank files that hold a part of the matrix."""
         import numpy as np
 
         for rank, tp_rank in placement.ranks(self.target):

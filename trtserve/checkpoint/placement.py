@@ -6,10 +6,10 @@ import bisect
 import fnmatch
 import itertools
 import shlex
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from trtserve.checkpoint.architectures.base import Target
 from trtserve.checkpoint.sharding import Piece, Shard, matrix, name_in_stage, shard, stage_layers, stage_of
@@ -30,28 +30,27 @@ class Use:
     source_row: int = 0
 
 
-class Packed(Protocol):
-    """A checkpoint matrix with its own writer: quantised, or a product."""
+@dataclass(frozen=True, kw_only=True)
+class Packed(ABC):
+    """A checkpoint matrix with its own writer: quantised, or a product. `target` is the matrix as a float target."""
+
+    target: Target
 
     @property
-    def target(self) -> Target:
-        """The matrix as a float target."""
+    @abstractmethod
+    def source_sizes(self) -> list[int]:
+        """Bytes of each source tensor."""
 
     @property
-    def source_bytes(self) -> int:
-        """Bytes to read."""
-
-    @property
-    def largest_source(self) -> int:
-        """Bytes of the largest source tensor."""
-
-    @property
+    @abstractmethod
     def memory_bytes(self) -> int:
         """Peak memory in bytes."""
 
+    @abstractmethod
     def write(self, placement: Placement, files: Sequence[int]) -> None:
         """Write the matrix to all rank files that hold a part of it."""
 
+    @abstractmethod
     def shapes(self, held: tuple[int, ...], dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return names (unsharded), shapes and types of a rank's tensors, given the shape of its float matrix."""
 

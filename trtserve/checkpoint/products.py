@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trtserve.checkpoint.architectures.base import Factor, Target
-from trtserve.checkpoint.placement import Placement, refuse_weights
+from trtserve.checkpoint.placement import Packed, Placement, refuse_weights
 from trtserve.checkpoint.sharding import Piece
 from trtserve.checkpoint.source import SourceTensor
 from trtserve.checkpoint.streaming import write_at
@@ -27,35 +27,26 @@ _BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product:
+class Product(Packed):
     """`table` [rows, n] times `factor` [n, columns] (stored transposed when its Factor says so)."""
 
-    target: Target
     table: SourceTensor
     factor: SourceTensor
     transposed: bool
 
     @property
-    def source_bytes(self) -> int:
-        """Bytes to read."""
-        return self.table.entry.size + self.factor.entry.size
-
-    @property
-    def largest_source(self) -> int:
-        """Bytes of the larger source tensor."""
-        return max(self.table.entry.size, self.factor.entry.size)
+    def source_sizes(self) -> list[int]:
+        return [self.table.entry.size, self.factor.entry.size]
 
     @property
     def memory_bytes(self) -> int:
-        """Peak memory in bytes: the factor in two types, and a block of rows and of products in three."""
+        """The factor in two types, and a block of rows and of products in three."""
         return 4 * self.factor.entry.size + 6 * _BLOCK_BYTES
 
     def shapes(self, held: tuple[int, ...], dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return name, shape and type of a rank's tensor."""
         return {self.target.name: (held, dtype)}
 
     def write(self, placement: Placement, files: Sequence[int]) -> None:
-        """Write the product to all rank files that hold a part of it."""
         wanted = numpy_dtype(CODES[placement.dtype])
         places = [place for held in placement.ranks(self.target) for place in self._places(placement, *held)]
         for first, rows in self._blocks(wanted):

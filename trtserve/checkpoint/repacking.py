@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trtserve.checkpoint.architectures.base import Target
-from trtserve.checkpoint.placement import Placement, runs
+from trtserve.checkpoint.encodings import unpacked, unpacked_awq
+from trtserve.checkpoint.placement import Packed, Placement, runs
 from trtserve.checkpoint.quantized import EXPERTS_GPU_SM, to_kernel
 from trtserve.checkpoint.sharding import Piece, Shard
 from trtserve.checkpoint.source import SourceTensor
@@ -26,39 +27,30 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _BLOCK_BYTES = 4 << 20
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _OTHER_WEIGHTS = "Fetch the model again, or choose another copy of it."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Repack:
+class Repack(Packed):
     """A quantised checkpoint matrix: the tensors of each source, keyed by suffix.
 
     `gpu_sm` is the compute capability (× 10) whose layout 4-bit weights get.
     """
 
-    target: Target
     sources: Mapping[str, Mapping[str, SourceTensor]]
     quantization: SourceQuantization
     gpu_sm: int
 
     @property
-    def source_bytes(self) -> int:
-        """Bytes to read."""
-        return sum(tensor.entry.size for parts in self.sources.values() for tensor in parts.values())
-
-    @property
-    def largest_source(self) -> int:
-        """Bytes of the largest source tensor."""
-        return max(tensor.entry.size for parts in self.sources.values() for tensor in parts.values())
+    def source_sizes(self) -> list[int]:
+        return [tensor.entry.size for parts in self.sources.values() for tensor in parts.values()]
 
     @property
     def memory_bytes(self) -> int:
-        """Peak memory in bytes: the packed sources, and one block of codes in several widths."""
-        return self.source_bytes + 12 * _BLOCK_BYTES
+        """The packed sources, and one block of codes in several widths."""
+        return sum(self.source_sizes) + 12 * _BLOCK_BYTES
 
     def shapes(self, held: tuple[int, ...], dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return names (unsharded), shapes and types of a rank's tensors, given the shape of its float matrix."""
         *experts, outputs, inputs = held
         name = self.target.name
         if self.quantization.method == "fp8":
@@ -75,7 +67,6 @@ class Repack:
         }
 
     def write(self, placement: Placement, files: Sequence[int]) -> None:
-        """Write the tensors to all rank files that hold a part of the matrix."""
         for rank, tp_rank in placement.ranks(self.target):
             held = placement.shard(self.target, tp_rank)
             names = self.shapes(held.shape, placement.dtype)
@@ -202,14 +193,14 @@ class _Int4Source:
         if self._awq:
             return unpacked_awq(self._weight[columns], rows).T
         part = self._weight[columns.start // 8 : columns.stop // 8, rows]
-        return unpacked_gptq(part.T)
+        return unpacked(part.T, 4)
 
     def zeros(self, rows: slice, columns: slice) -> npt.NDArray[Any]:
         """Return zero points 0 … 16 [in / group, out] as signed integers."""
         import numpy as np
 
         part = self._zeros[self._groups(columns)]
-        codes = unpacked_awq(part, rows) if self._awq else unpacked_gptq(part)[:, rows]
+        codes = unpacked_awq(part, rows) if self._awq else unpacked(part, 4)[:, rows]
         return codes.astype(np.int32) + self._quantization.stored_zero
 
     def scales(self, rows: slice, columns: slice) -> npt.NDArray[Any]:
@@ -230,25 +221,6 @@ class _Int4Source:
     def _groups(self, columns: slice) -> slice:
         size = self._quantization.group_size
         return slice(columns.start // size, columns.stop // size)
-
-
-def unpacked_gptq(packed: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
-    """Unpack [n, m] 32-bit integers to codes [n, 8 m], lowest four bits first."""
-    import numpy as np
-
-    words = np.ascontiguousarray(packed).view(np.uint32)[:, :, None]
-    codes: npt.NDArray[np.uint8] = (words >> np.arange(0, 32, 4, dtype=np.uint32) & 15).astype(np.uint8)
-    return codes.reshape(len(packed), -1)
-
-
-def unpacked_awq(packed: npt.NDArray[np.int32], outputs: slice) -> npt.NDArray[np.uint8]:
-    """Unpack [n, m] 32-bit integers to codes [n, outputs]; nibbles hold outputs 0, 2, 4, 6, 1, 3, 5, 7 of 8."""
-    import numpy as np
-
-    first, last = outputs.start // 8, -(-outputs.stop // 8)
-    mixed = unpacked_gptq(packed[:, first:last]).reshape(len(packed), -1, 8)
-    codes: npt.NDArray[np.uint8] = mixed[:, :, np.argsort(_AWQ_ORDER)].reshape(len(packed), -1)
-    return codes[:, outputs.start - first * 8 : outputs.stop - first * 8]
 
 
 def _values(tensor: SourceTensor) -> npt.NDArray[Any]:

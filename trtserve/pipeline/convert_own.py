@@ -94,7 +94,7 @@ class OwnConversion:
     @property
     def source_bytes(self) -> int:
         """Bytes of all source tensors that are read."""
-        return sum(move.source.entry.size for move in self.moves) + sum(work.source_bytes for work in self.packed)
+        return sum(move.source.entry.size for move in self.moves) + sum(sum(work.source_sizes) for work in self.packed)
 
     @property
     def parameters(self) -> int:
@@ -105,7 +105,7 @@ class OwnConversion:
     @property
     def largest_tensor(self) -> int:
         """Bytes of the largest source tensor."""
-        packed = (work.largest_source for work in self.packed)
+        packed = (max(work.source_sizes) for work in self.packed)
         return max(itertools.chain((move.source.entry.size for move in self.moves), packed), default=0)
 
     @property
@@ -202,7 +202,7 @@ class OwnConversion:
             carry_out(self.moves, files, self.spec.dtype, task.advance)
             for work in self.packed:
                 work.write(self.placement, files)
-                task.advance(work.source_bytes)
+                task.advance(sum(work.source_sizes))
         (folder / "config.json").write_text(json.dumps(self.config.content, indent=4) + "\n", encoding="utf-8")
         # Read the headers back as a loader would, before the checkpoint counts as complete.
         for rank, size in enumerate(self.sizes):
