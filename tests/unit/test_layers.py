@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from trtserve.checkpoint.architectures import FAMILIES, LINEAGE
+from trtserve.checkpoint.architectures import LINEAGE
 from trtserve.executor.runtimes import RUNTIMES
 
 ROOT = Path(__file__).parents[2]
@@ -249,8 +249,7 @@ def test_no_public_class_name_twice() -> None:
 def test_architectures_holds_nothing_but_families() -> None:
     """What families share is in `checkpoint/architectures/parts`, which imports no family."""
     folder = PACKAGE / "checkpoint" / "architectures"
-    modules = {LINEAGE.get(family, family) for family in FAMILIES.values()}
-    assert {path.stem for path in folder.glob("*.py")} == {"__init__", "base", *modules}
+    assert {path.stem for path in folder.glob("*.py")} == {"__init__", "base", *LINEAGE.values()}
     for path in folder.glob("parts/*.py"):
         for name in _imports(path):
             if name.startswith("trtserve.checkpoint.architectures."):

@@ -117,17 +117,10 @@ _ZERO = 8
 INT4_GROUPS = (256, 128, 64, 32)
 # Routers, shared-expert gates and norms with a row for each head stay unquantised.
 _NEVER_QUANTISED = (
-    "mlp.router.weight",
-    "mlp.shared_expert_gate.weight",
-    "attention.kv_b.weight",
-    "mixer.conv.weight",
-    "mixer.gates.weight",
-    "streams.router.weight",
-    "streams.prediction.weight",
-    "streams.correction.weight",
-    "q_layernorm.weight",
-    "k_layernorm.weight",
-)
+    "mlp.router.weight", "mlp.shared_expert_gate.weight", "attention.kv_b.weight", "mixer.conv.weight",
+    "mixer.gates.weight", "streams.router.weight", "streams.prediction.weight", "streams.correction.weight",
+    "q_layernorm.weight", "k_layernorm.weight",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -238,37 +238,15 @@ _CONFIG_RELEASE = f"{LAST_WITH_ENGINES}.0"
 
 # Keys of TensorRT-LLM's plugin_config besides dtype and tokens_per_block: plugins and switches.
 _PLUGINS = (
-    "bert_attention_plugin",
-    "gpt_attention_plugin",
-    "gemm_plugin",
-    "gemm_swiglu_plugin",
-    "fp8_rowwise_gemm_plugin",
-    "nccl_plugin",
-    "lora_plugin",
-    "moe_plugin",
-    "mamba_conv1d_plugin",
-    "low_latency_gemm_plugin",
-    "low_latency_gemm_swiglu_plugin",
-    "gemm_allreduce_plugin",
-)
+    "bert_attention_plugin", "gpt_attention_plugin", "gemm_plugin", "gemm_swiglu_plugin", "fp8_rowwise_gemm_plugin",
+    "nccl_plugin", "lora_plugin", "moe_plugin", "mamba_conv1d_plugin", "low_latency_gemm_plugin",
+    "low_latency_gemm_swiglu_plugin", "gemm_allreduce_plugin",
+)  # fmt: skip
 _FEATURES = (
-    "dora_plugin",
-    "context_fmha",
-    "bert_context_fmha_fp32_acc",
-    "paged_kv_cache",
-    "remove_input_padding",
-    "reduce_fusion",
-    "use_paged_context_fmha",
-    "use_fp8_context_fmha",
-    "fuse_fp4_quant",
-    "norm_quant_fusion",
-    "multiple_profiles",
-    "paged_state",
-    "streamingllm",
-    "use_fused_mlp",
-    "pp_reduce_scatter",
-    "user_buffer",
-)
+    "dora_plugin", "context_fmha", "bert_context_fmha_fp32_acc", "paged_kv_cache", "remove_input_padding",
+    "reduce_fusion", "use_paged_context_fmha", "use_fp8_context_fmha", "fuse_fp4_quant", "norm_quant_fusion",
+    "multiple_profiles", "paged_state", "streamingllm", "use_fused_mlp", "pp_reduce_scatter", "user_buffer",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -100,16 +100,9 @@ _UNSET = {"max_beam_width": 1, "max_draft_len": 0, "max_prompt_embedding_table_s
 _SWITCHES = ("gather_context_logits", "gather_generation_logits")
 # Keys of plugin_config that `trtserve build` has as options.
 _PLUGINS = (
-    "gemm_plugin",
-    "gpt_attention_plugin",
-    "context_fmha",
-    "use_paged_context_fmha",
-    "use_fp8_context_fmha",
-    "remove_input_padding",
-    "reduce_fusion",
-    "multiple_profiles",
-    "tokens_per_block",
-)
+    "gemm_plugin", "gpt_attention_plugin", "context_fmha", "use_paged_context_fmha", "use_fp8_context_fmha",
+    "remove_input_padding", "reduce_fusion", "multiple_profiles", "tokens_per_block",
+)  # fmt: skip
 # Other plugins, which follow from options of other names or from the number of ranks.
 _IMPLIED_PLUGINS = ("lora_plugin", "paged_kv_cache", "nccl_plugin")
 # Keys of build_config → flag of trtllm-build, given after `--`.

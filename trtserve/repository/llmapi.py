@@ -47,15 +47,9 @@ _NAMED = {
     "enable_chunked_context": "enable_chunked_prefill",
 }
 _ENGINE_ONLY = (
-    "batching_strategy",
-    "batch_scheduler_policy",
-    "max_attention_window_size",
-    "exclude_input_in_output",
-    "max_queue_size",
-    "ngram_max_draft_len",
-    "triton_backend",
-    "lora",
-)
+    "batching_strategy", "batch_scheduler_policy", "max_attention_window_size", "exclude_input_in_output",
+    "max_queue_size", "ngram_max_draft_len", "triton_backend", "lora",
+)  # fmt: skip
 KEYWORDS: dict[str, tuple[type, ...]] = {
     "tensor_parallel_size": (int,),
     "pipeline_parallel_size": (int,),

@@ -13,18 +13,9 @@ from trtserve.programs.shared.tokenizer import token_ids as read_token_ids
 from trtserve.progress import SILENT, Progress
 
 _TOKENIZER_FILES = (
-    "tokenizer*",
-    "*.model",
-    "*.tiktoken",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "additional_chat_templates/*.jinja",
-    "config.json",
-    "generation_config.json",
-)
+    "tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
+    "chat_template*", "additional_chat_templates/*.jinja", "config.json", "generation_config.json",
+)  # fmt: skip
 _PROBE = "What is machine learning?"
 
 

@@ -1,4 +1,4 @@
-"""The supported model families: one module per lineage, one line per architecture in `FAMILIES`.
+"""The supported model families: one module per lineage.
 
 `base` has the protocol that a family follows; `parts` has what several families are built from.
 """
@@ -34,108 +34,71 @@ __all__ = [
     "unused_tensors",
 ]
 
-# Architecture name in config.json → family.
-FAMILIES: dict[str, str] = {
-    "LlamaForCausalLM": "llama",
-    "Llama4ForCausalLM": "llama4",
-    "MistralForCausalLM": "mistral",
-    "MixtralForCausalLM": "mixtral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen2MoeForCausalLM": "qwen2_moe",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "GemmaForCausalLM": "gemma",
-    "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3",
-    "Gemma3nForCausalLM": "gemma3n",
-    "Gemma4ForCausalLM": "gemma4",
-    "VaultGemmaForCausalLM": "vaultgemma",
-    "PhiForCausalLM": "phi",
-    "Phi3ForCausalLM": "phi3",
-    "GPT2LMHeadModel": "gpt2",
-    "GPTJForCausalLM": "gptj",
-    "GPTNeoXForCausalLM": "gpt_neox",
-    "OPTForCausalLM": "opt",
-    "Starcoder2ForCausalLM": "starcoder2",
-    "BloomForCausalLM": "bloom",
-    "FalconForCausalLM": "falcon",
-    "GptOssForCausalLM": "gpt_oss",
-    "Glm4MoeForCausalLM": "glm4_moe",
-    "Dots1ForCausalLM": "dots1",
-    "MiniMaxM2ForCausalLM": "minimax_m2",
-    "SolarOpenForCausalLM": "glm4_moe",
-    "OlmoeForCausalLM": "olmoe",
-    "FlexOlmoForCausalLM": "olmoe",
-    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
-    "HYV3ForCausalLM": "hy_v3",
-    "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
-    "ExaoneMoeForCausalLM": "exaone_moe",
-    "AfmoeForCausalLM": "afmoe",
-    "ApertusForCausalLM": "apertus",
-    "DeepseekV2ForCausalLM": "deepseek_v2",
-    "DeepseekV3ForCausalLM": "deepseek_v3",
-    "Glm4MoeLiteForCausalLM": "deepseek_v3",
-    "RWForCausalLM": "falcon",
-    "SmolLM3ForCausalLM": "smollm3",
-    "GraniteForCausalLM": "granite",
-    "Olmo2ForCausalLM": "olmo2",
-    "Olmo3ForCausalLM": "olmo2",
-    "Exaone4ForCausalLM": "exaone4",
-    "CohereForCausalLM": "cohere",
-    "Cohere2ForCausalLM": "cohere",
-    "GlmForCausalLM": "glm",
-    "Glm4ForCausalLM": "glm",
-    "SeedOssForCausalLM": "seed_oss",
-    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
-    "Ernie4_5ForCausalLM": "ernie4_5",
-    "HeliumForCausalLM": "helium",
-    "StableLmForCausalLM": "stablelm",
-    "NemotronForCausalLM": "nemotron",
-    "ArceeForCausalLM": "nemotron",
-    "Jais2ForCausalLM": "nemotron",
-    "MinistralForCausalLM": "ministral",
-    "Ministral3ForCausalLM": "ministral",
-    "CwmForCausalLM": "ministral",
-    "InternLM3ForCausalLM": "internlm3",
-    "IQuestCoderForCausalLM": "internlm3",
-    "ExaoneForCausalLM": "exaone",
-    "HyperCLOVAXForCausalLM": "granite",
-    "GraniteMoeForCausalLM": "granite_moe",
-    "GraniteMoeSharedForCausalLM": "granite_moe",
-    "GraniteMoeHybridForCausalLM": "granite_hybrid",
-    "Lfm2ForCausalLM": "lfm2",
-    "Lfm2MoeForCausalLM": "lfm2_moe",
-    "NemotronHForCausalLM": "nemotron_h",
-    "BambaForCausalLM": "bamba",
-    "FalconH1ForCausalLM": "falcon_h1",
-    "Qwen3NextForCausalLM": "qwen3_next",
-    "Qwen3_5ForCausalLM": "qwen3_next",
-    "Qwen3_5MoeForCausalLM": "qwen3_next",
-}
-
-# Module of this package, imported on demand → its families besides the one of its name.
-_LINEAGES = {
-    "deepseek": ("deepseek_v2", "deepseek_v3"),
-    "ernie4_5": ("ernie4_5_moe",),
-    "exaone": ("exaone4", "exaone_moe"),
-    "falcon": ("falcon_h1",),
-    "gemma": ("gemma2", "gemma3", "vaultgemma"),
-    "gemma4": ("gemma3n",),
-    "glm": ("glm4_moe",),
-    "gpt": ("bloom", "gpt2", "gpt_neox", "gptj", "opt", "starcoder2"),
-    "granite": ("bamba", "granite_hybrid", "granite_moe"),
-    "hunyuan": ("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3"),
-    "lfm2": ("lfm2_moe",),
-    "mistral": ("ministral", "mixtral"),
-    "near_llama": ("apertus", "cohere", "helium", "internlm3", "seed_oss", "smollm3", "stablelm"),
-    "nemotron": ("nemotron_h",),
-    "olmo": ("olmo2", "olmoe"),
-    "phi": ("phi3",),
-    "qwen": ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"),
-    "sigmoid_experts": ("afmoe", "dots1", "minimax_m2"),
-}
-LINEAGE = {name: module for module, families in _LINEAGES.items() for name in families}
-"""Family → module, where their names differ."""
+# Module of this package, imported on demand → architecture in config.json → its family.
+_LINEAGES: dict[str, dict[str, str]] = {
+    "deepseek": {
+        "DeepseekV2ForCausalLM": "deepseek_v2", "DeepseekV3ForCausalLM": "deepseek_v3",
+        "Glm4MoeLiteForCausalLM": "deepseek_v3",
+    },
+    "ernie4_5": {"Ernie4_5_MoeForCausalLM": "ernie4_5_moe", "Ernie4_5ForCausalLM": "ernie4_5"},
+    "exaone": {"ExaoneMoeForCausalLM": "exaone_moe", "Exaone4ForCausalLM": "exaone4", "ExaoneForCausalLM": "exaone"},
+    "falcon": {"FalconForCausalLM": "falcon", "RWForCausalLM": "falcon", "FalconH1ForCausalLM": "falcon_h1"},
+    "gemma": {
+        "GemmaForCausalLM": "gemma", "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3",
+        "VaultGemmaForCausalLM": "vaultgemma",
+    },
+    "gemma4": {"Gemma3nForCausalLM": "gemma3n", "Gemma4ForCausalLM": "gemma4"},
+    "glm": {
+        "Glm4MoeForCausalLM": "glm4_moe", "SolarOpenForCausalLM": "glm4_moe", "GlmForCausalLM": "glm",
+        "Glm4ForCausalLM": "glm",
+    },
+    "gpt": {
+        "GPT2LMHeadModel": "gpt2", "GPTJForCausalLM": "gptj", "GPTNeoXForCausalLM": "gpt_neox",
+        "OPTForCausalLM": "opt", "Starcoder2ForCausalLM": "starcoder2", "BloomForCausalLM": "bloom",
+    },
+    "gpt_oss": {"GptOssForCausalLM": "gpt_oss"},
+    "granite": {
+        "GraniteForCausalLM": "granite", "HyperCLOVAXForCausalLM": "granite", "GraniteMoeForCausalLM": "granite_moe",
+        "GraniteMoeSharedForCausalLM": "granite_moe", "GraniteMoeHybridForCausalLM": "granite_hybrid",
+        "BambaForCausalLM": "bamba",
+    },
+    "hunyuan": {
+        "HYV3ForCausalLM": "hy_v3", "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
+        "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
+    },
+    "lfm2": {"Lfm2ForCausalLM": "lfm2", "Lfm2MoeForCausalLM": "lfm2_moe"},
+    "llama": {"LlamaForCausalLM": "llama"},
+    "llama4": {"Llama4ForCausalLM": "llama4"},
+    "mistral": {
+        "MistralForCausalLM": "mistral", "MixtralForCausalLM": "mixtral", "MinistralForCausalLM": "ministral",
+        "Ministral3ForCausalLM": "ministral", "CwmForCausalLM": "ministral",
+    },
+    "near_llama": {
+        "ApertusForCausalLM": "apertus", "SmolLM3ForCausalLM": "smollm3", "CohereForCausalLM": "cohere",
+        "Cohere2ForCausalLM": "cohere", "SeedOssForCausalLM": "seed_oss", "HeliumForCausalLM": "helium",
+        "StableLmForCausalLM": "stablelm", "InternLM3ForCausalLM": "internlm3",
+        "IQuestCoderForCausalLM": "internlm3",
+    },
+    "nemotron": {
+        "NemotronForCausalLM": "nemotron", "ArceeForCausalLM": "nemotron", "Jais2ForCausalLM": "nemotron",
+        "NemotronHForCausalLM": "nemotron_h",
+    },
+    "olmo": {
+        "OlmoeForCausalLM": "olmoe", "FlexOlmoForCausalLM": "olmoe", "Olmo2ForCausalLM": "olmo2",
+        "Olmo3ForCausalLM": "olmo2",
+    },
+    "phi": {"PhiForCausalLM": "phi", "Phi3ForCausalLM": "phi3"},
+    "qwen": {
+        "Qwen2ForCausalLM": "qwen2", "Qwen2MoeForCausalLM": "qwen2_moe", "Qwen3ForCausalLM": "qwen3",
+        "Qwen3MoeForCausalLM": "qwen3_moe", "Qwen3NextForCausalLM": "qwen3_next", "Qwen3_5ForCausalLM": "qwen3_next",
+        "Qwen3_5MoeForCausalLM": "qwen3_next",
+    },
+    "sigmoid_experts": {"Dots1ForCausalLM": "dots1", "MiniMaxM2ForCausalLM": "minimax_m2", "AfmoeForCausalLM": "afmoe"},
+}  # fmt: skip
+FAMILIES = {name: ours for families in _LINEAGES.values() for name, ours in families.items()}
+"""Architecture → family."""
+LINEAGE = {ours: module for module, families in _LINEAGES.items() for ours in families.values()}
+"""Family → module."""
 
 # Other names in TensorRT-LLM's checkpoints.
 _CHECKPOINT_NAMES = {"GPTForCausalLM": "gpt2", "Gemma3ForConditionalGeneration": "gemma3"}
@@ -187,8 +150,8 @@ def family(architecture: str) -> Architecture:
     name = FAMILIES.get(architecture) or _CHECKPOINT_NAMES.get(architecture)
     if name is None:
         raise UnknownArchitectureError(architecture)
-    module = importlib.import_module(f"{__name__}.{LINEAGE.get(name, name)}")
-    own = f"{name}_" if name in LINEAGE else ""  # how the names of a family's functions begin in another's module
+    module = importlib.import_module(f"{__name__}.{LINEAGE[name]}")
+    own = "" if name == LINEAGE[name] else f"{name}_"  # how the names of a family's functions begin in another's module
     return Architecture(
         checkpoint_config=getattr(module, f"{own}checkpoint_config"),
         names=getattr(module, f"{own}names", llama.names),

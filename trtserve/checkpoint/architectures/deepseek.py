@@ -48,14 +48,9 @@ def deepseek_v2_decoder(config: CheckpointConfig) -> Decoder:
 
 # transformers' defaults for absent keys.
 _DEEPSEEK_V3: dict[str, Any] = {
-    "n_shared_experts": 1,
-    "routed_scaling_factor": 2.5,
-    "n_group": 8,
-    "topk_group": 4,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 3,
-    "max_position_embeddings": 4096,
-}
+    "n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3, "max_position_embeddings": 4096,
+}  # fmt: skip
 _GLM: dict[str, Any] = {
     **_DEEPSEEK_V3,
     "routed_scaling_factor": 1.8,

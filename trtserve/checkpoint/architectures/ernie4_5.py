@@ -19,12 +19,9 @@ from trtserve.errors import UnsupportedModelError
 # ERNIE 4.5 (dense): Llama that rotates neighbouring pairs.
 
 _DEFAULTS = {
-    "max_position_embeddings": 131072,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
-}
+}  # fmt: skip
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
@@ -42,18 +39,10 @@ def decoder(config: CheckpointConfig) -> Decoder:
 
 # transformers' defaults for absent keys that differ from the dense model's.
 _ERNIE4_5_MOE: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "head_dim": None,
-    "rope_theta": 500000.0,
-    "moe_k": 6,
-    "moe_num_experts": 64,
-    "moe_num_shared_experts": 2,
-    "moe_intermediate_size": 1536,
-    "moe_layer_start_index": 1,
-    "moe_layer_end_index": -1,
-    "moe_layer_interval": 1,
-    "moe_norm_min": 1e-12,
-}
+    "num_key_value_heads": 4, "head_dim": None, "rope_theta": 500000.0, "moe_k": 6, "moe_num_experts": 64,
+    "moe_num_shared_experts": 2, "moe_intermediate_size": 1536, "moe_layer_start_index": 1,
+    "moe_layer_end_index": -1, "moe_layer_interval": 1, "moe_norm_min": 1e-12,
+}  # fmt: skip
 # No sum of chosen probabilities comes near it.
 _SMALLEST_SUM = 1e-9
 

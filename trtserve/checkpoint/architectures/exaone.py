@@ -77,13 +77,9 @@ def exaone4_decoder(config: CheckpointConfig) -> Decoder:
 
 # transformers' defaults for absent keys.
 _EXAONE_MOE: dict[str, Any] = {
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "num_shared_experts": 1,
-    "moe_intermediate_size": 1024,
-    "routed_scaling_factor": 2.5,
-    "first_k_dense_replace": 1,
-}
+    "num_experts": 64, "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 1024,
+    "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
+}  # fmt: skip
 
 
 def exaone_moe_checkpoint_config(hf: HfConfig) -> dict[str, Any]:

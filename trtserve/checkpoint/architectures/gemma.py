@@ -146,12 +146,9 @@ FULL_ATTENTION_SCALING = "full_attention_rotary_scaling"
 
 # Defaults of transformers' Gemma3TextConfig; the published `text_config` of 4B omits default values.
 _SIZES = {
-    "vocab_size": 262208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
     "num_attention_heads": 8,
-}
+}  # fmt: skip
 
 _BASE, _LOCAL_BASE = 1_000_000.0, 10_000.0
 _PATTERN, _WINDOW = 6, 4096

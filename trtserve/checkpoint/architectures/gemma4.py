@@ -39,18 +39,10 @@ from trtserve.errors import UnsupportedModelError
 
 # Defaults of transformers' Gemma4TextConfig; the published `text_config` omits default values.
 _DEFAULTS: dict[str, Any] = {
-    "vocab_size": 262144,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "global_head_dim": 512,
-    "sliding_window": 512,
-    "hidden_size_per_layer_input": 256,
-    "vocab_size_per_layer_input": 262144,
-    "num_kv_shared_layers": 0,
-}
+    "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "global_head_dim": 512, "sliding_window": 512,
+    "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "num_kv_shared_layers": 0,
+}  # fmt: skip
 _EXPERTS = ExpertNames(
     router="router.proj",
     gate=None,
@@ -195,20 +187,11 @@ def decoder(config: CheckpointConfig) -> Decoder:
 
 # Defaults of transformers' Gemma3nTextConfig; the published `text_config` omits default values.
 _GEMMA3N: dict[str, Any] = {
-    "vocab_size": 262400,
-    "hidden_size": 2048,
-    "intermediate_size": 16384,
-    "num_hidden_layers": 35,
-    "num_attention_heads": 8,
-    "sliding_window": 512,
-    "hidden_size_per_layer_input": 256,
-    "vocab_size_per_layer_input": 262144,
-    "num_kv_shared_layers": 15,
-    "altup_num_inputs": 4,
-    "altup_active_idx": 0,
-    "altup_correct_scale": True,
-    "laurel_rank": 64,
-}
+    "vocab_size": 262400, "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 35,
+    "num_attention_heads": 8, "sliding_window": 512, "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144, "num_kv_shared_layers": 15, "altup_num_inputs": 4, "altup_active_idx": 0,
+    "altup_correct_scale": True, "laurel_rank": 64,
+}  # fmt: skip
 _GEMMA3N_PATTERN = 5
 _SPARSE, _SPARSE_LAYERS = 0.95, 10
 

@@ -19,13 +19,9 @@ _SANDWICH = {
     "post_feedforward_layernorm": "post_mlp_layernorm",
 }
 _DEFAULTS = {
-    "partial_rotary_factor": 0.5,
-    "attention_bias": True,
-    "max_position_embeddings": 131072,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "rms_norm_eps": 1.5625e-07,
-}
+    "partial_rotary_factor": 0.5, "attention_bias": True, "max_position_embeddings": 131072,
+    "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07,
+}  # fmt: skip
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
@@ -62,15 +58,9 @@ def decoder(config: CheckpointConfig) -> Decoder:
 # transformers' defaults for absent keys. All layers of Solar Open have experts.
 _GLM: dict[str, Any] = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}
 _SOLAR: dict[str, Any] = {
-    "head_dim": 128,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-    "n_routed_experts": 128,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 1280,
-}
+    "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "n_routed_experts": 128,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 1280,
+}  # fmt: skip
 
 
 def glm4_moe_checkpoint_config(hf: HfConfig) -> dict[str, Any]:

@@ -34,26 +34,14 @@ _EXPERTS = ExpertNames(
 )
 # transformers' defaults for absent keys that differ from Llama's.
 _DEFAULTS: dict[str, Any] = {
-    "head_dim": 64,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 150000.0,
-    "max_position_embeddings": 131072,
-    "sliding_window": 128,
-    "num_local_experts": 128,
-    "num_experts_per_tok": 4,
-    "swiglu_alpha": 1.702,
-    "swiglu_limit": 7.0,
-    "attention_bias": True,
-}
+    "head_dim": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
+    "max_position_embeddings": 131072, "sliding_window": 128, "num_local_experts": 128, "num_experts_per_tok": 4,
+    "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "attention_bias": True,
+}  # fmt: skip
 _YARN = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
-}
+}  # fmt: skip
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:

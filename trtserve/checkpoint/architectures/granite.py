@@ -75,12 +75,9 @@ def decoder(config: CheckpointConfig) -> Decoder:
 
 # transformers' defaults for absent keys.
 _GRANITE_MOE: dict[str, Any] = {
-    "intermediate_size": 11008,
-    "max_position_embeddings": 2048,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
+    "intermediate_size": 11008, "max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2,
     "shared_intermediate_size": 0,
-}
+}  # fmt: skip
 
 
 def granite_moe_checkpoint_config(hf: HfConfig) -> dict[str, Any]:

@@ -90,16 +90,10 @@ def hunyuan_v1_moe_decoder(config: CheckpointConfig) -> Decoder:
 
 # transformers' defaults for absent keys.
 _DEFAULTS: dict[str, Any] = {
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072,
-    "rope_theta": 11158840.0,
-    "num_experts_per_tok": 8,
-    "num_shared_experts": 1,
-    "moe_intermediate_size": 1536,
+    "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+    "rope_theta": 11158840.0, "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 1536,
     "router_scaling_factor": 2.826,
-}
+}  # fmt: skip
 
 
 def hy_v3_checkpoint_config(hf: HfConfig) -> dict[str, Any]:

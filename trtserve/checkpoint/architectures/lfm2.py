@@ -16,16 +16,10 @@ from trtserve.checkpoint.architectures.parts.state_space import mixer_keys
 
 # transformers' defaults for absent keys.
 _DEFAULTS: dict[str, Any] = {
-    "num_key_value_heads": 8,
-    "norm_eps": 1e-5,
-    "max_position_embeddings": 128_000,
-    "rope_theta": 1e6,
-    "conv_bias": False,
-    "conv_L_cache": 3,
-    "block_multiple_of": 256,
-    "block_ffn_dim_multiplier": 1.0,
+    "num_key_value_heads": 8, "norm_eps": 1e-5, "max_position_embeddings": 128_000, "rope_theta": 1e6,
+    "conv_bias": False, "conv_L_cache": 3, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": True,
-}
+}  # fmt: skip
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
@@ -93,14 +87,9 @@ _EXPERTS = ExpertNames(
 )
 # transformers' defaults for absent keys.
 _LFM2_MOE: dict[str, Any] = {
-    "num_dense_layers": 2,
-    "use_expert_bias": True,
-    "num_experts_per_tok": 4,
-    "num_experts": 32,
-    "moe_intermediate_size": 1792,
-    "routed_scaling_factor": 1.0,
-    "norm_topk_prob": True,
-}
+    "num_dense_layers": 2, "use_expert_bias": True, "num_experts_per_tok": 4, "num_experts": 32,
+    "moe_intermediate_size": 1792, "routed_scaling_factor": 1.0, "norm_topk_prob": True,
+}  # fmt: skip
 
 
 def lfm2_moe_checkpoint_config(hf: HfConfig) -> dict[str, Any]:

@@ -24,23 +24,12 @@ from trtserve.checkpoint.architectures.parts.positions import layer_flags, layer
 
 # transformers' defaults for absent keys.
 _DEFAULTS: dict[str, Any] = {
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "max_position_embeddings": 131072,
-    "intermediate_size": 8192,
-    "intermediate_size_mlp": 16384,
-    "num_local_experts": 16,
-    "num_experts_per_tok": 1,
-    "interleave_moe_layer_step": 1,
-    "no_rope_layer_interval": 4,
-    "attention_chunk_size": 8192,
-    "use_qk_norm": True,
-    "attn_temperature_tuning": True,
-    "floor_scale": 8192,
+    "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "max_position_embeddings": 131072, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+    "num_local_experts": 16, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1, "no_rope_layer_interval": 4,
+    "attention_chunk_size": 8192, "use_qk_norm": True, "attn_temperature_tuning": True, "floor_scale": 8192,
     "attn_scale": 0.1,
-}
+}  # fmt: skip
 _EXPERTS = ExpertNames(
     router="feed_forward.router",
     gate=None,

@@ -51,13 +51,9 @@ MIXTRAL_EXPERTS = ExpertNames(
 )
 # transformers' defaults for absent keys that differ from Llama's.
 _DEFAULTS: dict[str, Any] = {
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-    "max_position_embeddings": 131072,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-}
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 131072,
+    "num_local_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
 mixtral_decoder = llama.expert_decoder
 
 

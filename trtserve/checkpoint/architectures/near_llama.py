@@ -16,13 +16,9 @@ from trtserve.errors import UnsupportedModelError
 # transformers' defaults for absent keys.
 _APERTUS: dict[str, Any] = {"max_position_embeddings": 65536, "rms_norm_eps": 1e-5, "rope_theta": 12e6}
 _ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 12e6,
-    "factor": 8.0,
-    "original_max_position_embeddings": 8192,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
+    "rope_type": "llama3", "rope_theta": 12e6, "factor": 8.0, "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
 
 
 def apertus_checkpoint_config(hf: HfConfig) -> dict[str, Any]:
@@ -135,11 +131,8 @@ def internlm3_checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 # Seed-OSS: Llama whose queries, keys and values, and outputs of attention have biases each for itself.
 
 _SEED_OSS = {
-    "max_position_embeddings": 524288,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "attention_bias": True,
-}
+    "max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True,
+}  # fmt: skip
 
 
 def seed_oss_checkpoint_config(hf: HfConfig) -> dict[str, Any]:
@@ -160,11 +153,8 @@ def seed_oss_names(config: CheckpointConfig) -> SourceNames:
 # SmolLM3: Llama in which some layers have no positions.
 
 _SMOLLM3 = {
-    "max_position_embeddings": 32768,
-    "rope_theta": 2e6,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": True,
-}
+    "max_position_embeddings": 32768, "rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 def smollm3_checkpoint_config(hf: HfConfig) -> dict[str, Any]:

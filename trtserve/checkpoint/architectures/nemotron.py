@@ -50,28 +50,13 @@ def decoder(config: CheckpointConfig) -> Decoder:
 
 # transformers' defaults for absent keys.
 _DEFAULTS: dict[str, Any] = {
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 4096,
-    "intermediate_size": 21504,
-    "mlp_hidden_act": "relu2",
-    "layer_norm_epsilon": 1e-5,
-    "ssm_state_size": 128,
-    "mamba_num_heads": 128,
-    "mamba_head_dim": 64,
-    "mamba_hidden_act": "silu",
-    "n_groups": 8,
-    "conv_kernel": 4,
-    "time_step_min": 0.001,
-    "use_conv_bias": True,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 7688,
-    "moe_shared_expert_intermediate_size": 7688,
-    "routed_scaling_factor": 1.0,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096, "intermediate_size": 21504,
+    "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5, "ssm_state_size": 128, "mamba_num_heads": 128,
+    "mamba_head_dim": 64, "mamba_hidden_act": "silu", "n_groups": 8, "conv_kernel": 4, "time_step_min": 0.001,
+    "use_conv_bias": True, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688, "routed_scaling_factor": 1.0,
     "norm_topk_prob": True,
-}
+}  # fmt: skip
 _OLD = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min"}
 _OLD |= {"mamba_conv_bias": "use_conv_bias"}
 _KINDS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}

@@ -200,17 +200,10 @@ def qwen3_moe_decoder(config: CheckpointConfig) -> Decoder:
 
 # transformers' defaults for absent keys.
 _DEFAULTS: dict[str, Any] = {
-    "head_dim": 256,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 32768,
-    "partial_rotary_factor": 0.25,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "full_attention_interval": 4,
-}
+    "head_dim": 256, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4,
+}  # fmt: skip
 _LINEAR = tuple(key for key in _DEFAULTS if key.startswith("linear_"))
 
 

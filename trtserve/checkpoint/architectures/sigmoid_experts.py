@@ -28,18 +28,10 @@ _NORMS = {
 }
 # transformers' defaults for absent keys.
 _AFMOE: dict[str, Any] = {
-    "head_dim": 128,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 16384,
-    "moe_intermediate_size": 1408,
-    "num_dense_layers": 1,
-    "num_experts": 64,
-    "num_experts_per_tok": 6,
-    "num_shared_experts": 2,
-    "route_scale": 1.0,
-    "global_attn_every_n_layers": 4,
-    "sliding_window": 1024,
-}
+    "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 16384, "moe_intermediate_size": 1408,
+    "num_dense_layers": 1, "num_experts": 64, "num_experts_per_tok": 6, "num_shared_experts": 2, "route_scale": 1.0,
+    "global_attn_every_n_layers": 4, "sliding_window": 1024,
+}  # fmt: skip
 # DeepSeek V3's keys for these.
 _RENAMED = {
     "n_routed_experts": "num_experts",
@@ -116,12 +108,8 @@ def dots1_decoder(config: CheckpointConfig) -> Decoder:
 
 # transformers' defaults for absent keys that differ from Llama's.
 _MINIMAX_M2: dict[str, Any] = {
-    "head_dim": 128,
-    "num_key_value_heads": 8,
-    "rope_theta": 5e6,
-    "num_local_experts": 256,
-    "num_experts_per_tok": 8,
-}
+    "head_dim": 128, "num_key_value_heads": 8, "rope_theta": 5e6, "num_local_experts": 256, "num_experts_per_tok": 8,
+}  # fmt: skip
 
 
 def minimax_m2_checkpoint_config(hf: HfConfig) -> dict[str, Any]:

@@ -212,13 +212,9 @@ MOST_SEQUENCES = 1024
 """Most sequences of one request, the number of beams that TensorRT-LLM allows: each uses memory while it waits."""
 
 _FINITE = (
-    "temperature",
-    "beam_search_diversity_rate",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
+    "temperature", "beam_search_diversity_rate", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "length_penalty",
-)
+)  # fmt: skip
 
 
 def check_sampling(request: GenerationRequest, limits: EngineLimits) -> None:

@@ -75,18 +75,9 @@ HF_MODULES: Mapping[str, str] = {name: hf for hf, (name, _) in reversed(_PLAIN.i
 """Hugging Face's names of the same modules in Llama, which are the first of each."""
 
 OTHER_MODULES = (
-    "cross_attn_qkv",
-    "cross_attn_q",
-    "cross_attn_k",
-    "cross_attn_v",
-    "cross_attn_dense",
-    "moe_h_to_4h",
-    "moe_4h_to_h",
-    "moe_gate",
-    "moe_router",
-    "mlp_router",
-    "mlp_gate_up",
-)
+    "cross_attn_qkv", "cross_attn_q", "cross_attn_k", "cross_attn_v", "cross_attn_dense", "moe_h_to_4h",
+    "moe_4h_to_h", "moe_gate", "moe_router", "mlp_router", "mlp_gate_up",
+)  # fmt: skip
 """Names of `--lora-target-modules` for other kinds of models."""
 
 

@@ -25,17 +25,9 @@ _PROCESSES = 1_600 * 2**20
 _VISION = ("vision_config", "visual", "image_token_id", "image_token_index", "img_processor", "mm_vision_tower")
 _CONVERT = ("tp_size", "pp_size", "dtype", "quantize", "moe_ep_size", "gpu_sm", "trtllm_examples", "trtllm_version")
 _BUILD = (
-    "max_batch_size",
-    "max_input_len",
-    "max_seq_len",
-    "max_num_tokens",
-    "max_lora_rank",
-    "max_prompt_embedding_table_size",
-    "tokens_per_block",
-    "device",
-    "runtime",
-    "trtllm_version",
-)
+    "max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_lora_rank",
+    "max_prompt_embedding_table_size", "tokens_per_block", "device", "runtime", "trtllm_version",
+)  # fmt: skip
 
 
 class VllmRuntime(Runtime):

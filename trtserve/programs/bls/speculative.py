@@ -68,19 +68,10 @@ _TOO_LONG = "exceeds maximum input length"
 """Part of a core model's error: its KV cache may hold fewer tokens than the engine allows."""
 # Inputs that are only for the target model.
 _TARGET_ONLY = (
-    "prompt_embedding_table",
-    "prompt_vocab_size",
-    "prompt_table_extra_ids",
-    "lora_task_id",
-    "lora_weights",
-    "lora_config",
-    "return_log_probs",
-    "return_perf_metrics",
-    "return_kv_cache_reuse_stats",
-    "return_num_input_tokens",
-    "return_num_output_tokens",
-    "return_finish_reason",
-)
+    "prompt_embedding_table", "prompt_vocab_size", "prompt_table_extra_ids", "lora_task_id", "lora_weights",
+    "lora_config", "return_log_probs", "return_perf_metrics", "return_kv_cache_reuse_stats",
+    "return_num_input_tokens", "return_num_output_tokens", "return_finish_reason",
+)  # fmt: skip
 
 
 class SpeculativeDecoding:

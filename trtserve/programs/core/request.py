@@ -163,13 +163,9 @@ _NEEDS = {
 # Inputs that `model.py` reads for the whole batch, and inputs that TensorRT-LLM ignores too: a prompt table has its own
 # size, and decoder ids are used without their length.
 _NOT_FOR_THE_REQUEST = {
-    "stop",
-    "return_finish_reason",
-    "return_num_input_tokens",
-    "return_num_output_tokens",
-    "prompt_vocab_size",
+    "stop", "return_finish_reason", "return_num_input_tokens", "return_num_output_tokens", "prompt_vocab_size",
     "decoder_input_lengths",
-}
+}  # fmt: skip
 
 
 class RequestFactory:

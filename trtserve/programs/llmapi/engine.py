@@ -23,12 +23,9 @@ _PREFIX = "sampling_param_"
 # These have several elements.
 _WORDS = ("stop", "bad")
 _WANTED = (
-    "return_finish_reason",
-    "return_stop_reason",
-    "return_cumulative_logprob",
-    "return_num_input_tokens",
+    "return_finish_reason", "return_stop_reason", "return_cumulative_logprob", "return_num_input_tokens",
     "return_num_output_tokens",
-)
+)  # fmt: skip
 _LORA = ("lora_id", "lora_name", "lora_path")
 
 
@@ -149,15 +146,9 @@ def _texts(values: Sequence[str]) -> NDArray[Any]:
 
 
 _JOB_VARIABLES = (
-    "OMPI_COMM_WORLD_",
-    "OMPI_UNIVERSE_SIZE",
-    "OMPI_FIRST_RANKS",
-    "OMPI_APP_CTX_NUM_PROCS",
-    "OMPI_MCA_orte_",
-    "ORTE_",
-    "PMI_",
-    "PMIX_",
-)
+    "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_SIZE", "OMPI_FIRST_RANKS", "OMPI_APP_CTX_NUM_PROCS", "OMPI_MCA_orte_",
+    "ORTE_", "PMI_", "PMIX_",
+)  # fmt: skip
 _CONFIGURATION = "PMIX_MCA_"
 
 

@@ -37,12 +37,8 @@ _CONSTANT = re.compile(r'\boffset="(\d{1,20})"[^>]{0,999}?\bsize="(\d{1,20})"')
 # The least size of a rank compared with the largest one: all ranks of tensor parallelism hold equal shares.
 _SMALLEST_SHARE = 0.8
 _FOLDER_KEYS = (
-    "gpt_model_path",
-    "encoder_model_path",
-    "multimodal_model_path",
-    "visual_model_path",
-    "lora_prefetch_dir",
-)
+    "gpt_model_path", "encoder_model_path", "multimodal_model_path", "visual_model_path", "lora_prefetch_dir",
+)  # fmt: skip
 _TOKENIZER_INFO = "xgrammar_tokenizer_info_path"
 _IN_FLIGHT = ("inflight_fused_batching", "inflight_batching")
 # Decoding modes that require support in the engine → their name in its config.json.

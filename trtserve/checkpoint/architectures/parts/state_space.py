@@ -14,16 +14,9 @@ from trtserve.errors import UnsupportedModelError
 
 FACTORS = ("gate", "input", "b", "c", "step")  # see `StateSpace.factors`
 MAMBA_DEFAULTS: dict[str, Any] = {
-    "mamba_n_heads": 128,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_head": "auto",
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_conv_bias": True,
-    "mamba_proj_bias": False,
-    "time_step_limit": None,
-}
+    "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto", "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False, "time_step_limit": None,
+}  # fmt: skip
 """transformers' for the keys that `mamba_keys` reads."""
 _SIZES = ("heads", "head", "groups", "state", "taps")
 

@@ -14,59 +14,33 @@ from trtserve.errors import UnsupportedModelError
 
 WITH_IMAGES = frozenset(
     {
-        "AyaVisionForConditionalGeneration",
-        "Cohere2VisionForConditionalGeneration",
-        "Exaone4_5_ForConditionalGeneration",
-        "Gemma3ForConditionalGeneration",
-        "Gemma3nForConditionalGeneration",
-        "Gemma4ForConditionalGeneration",
-        "Idefics3ForConditionalGeneration",
-        "InternVLForConditionalGeneration",
-        "Llama4ForConditionalGeneration",
-        "LlavaForConditionalGeneration",
-        "LlavaNextForConditionalGeneration",
-        "LlavaOnevisionForConditionalGeneration",
-        "Mistral3ForConditionalGeneration",
-        "Qwen2VLForConditionalGeneration",
-        "Qwen2_5_VLForConditionalGeneration",
-        "Qwen3VLForConditionalGeneration",
-        "Qwen3VLMoeForConditionalGeneration",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForConditionalGeneration",
-        "SmolVLMForConditionalGeneration",
-        "VipLlavaForConditionalGeneration",
+        "AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration",
+        "Exaone4_5_ForConditionalGeneration", "Gemma3ForConditionalGeneration", "Gemma3nForConditionalGeneration",
+        "Gemma4ForConditionalGeneration", "Idefics3ForConditionalGeneration", "InternVLForConditionalGeneration",
+        "Llama4ForConditionalGeneration", "LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration",
+        "LlavaOnevisionForConditionalGeneration", "Mistral3ForConditionalGeneration",
+        "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration", "SmolVLMForConditionalGeneration", "VipLlavaForConditionalGeneration",
     }
-)
+)  # fmt: skip
 """Architectures in config.json whose text half is one of `_HALVES`; Llava with Mistral's text half is Pixtral."""
 
 # What transformers adds to a text_config, which has only what differs from it.
 _LLAMA = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
     "num_attention_heads": 32,
-}
+}  # fmt: skip
 _LLAMA_4 = {
-    "vocab_size": 202048,
-    "hidden_size": 5120,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 40,
-}
+    "vocab_size": 202048, "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40,
+}  # fmt: skip
 _MISTRAL = {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 _QWEN = {**_LLAMA, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32}
 _QWEN_VL_MOE = {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "moe_intermediate_size": 1408,
-    "num_experts_per_tok": 4,
-    "max_position_embeddings": 128000,
-    "rope_theta": 500000.0,
-}
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "moe_intermediate_size": 1408, "num_experts_per_tok": 4,
+    "max_position_embeddings": 128000, "rope_theta": 500000.0,
+}  # fmt: skip
 
 # `model_type` of the text half → its architecture and defaults. The Qwens without text_config have it in config.json.
 _HALVES: dict[str, tuple[str, dict[str, Any]]] = {
