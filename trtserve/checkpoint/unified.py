@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -80,12 +80,11 @@ class CheckpointReader:
         self._stages = stage_layers(self.config.num_hidden_layers, self.pp_size)
         listed = checkpoint_targets(self.config)
         self._files: dict[int, TensorFile] = {}
-        self._targets = {target.name: self._as_stored(target) for target in listed}
-
-    def _as_stored(self, target: Target) -> Target:
-        """Return a target under its name in this checkpoint, which may be that of an older release."""
-        older = replace(target, name=older_name(target.name))
-        return older if older.name != target.name and self._holds(older) else target
+        self._targets = {target.name: target for target in listed}
+        for target in listed:  # its name in this checkpoint may be that of an older release
+            older = replace(target, name=older_name(target.name))
+            if older.name != target.name and self._holds(older):
+                self._targets[target.name] = older
 
     def names(self) -> list[str]:
         """Names of all unsharded tensors; layers are numbered over all pipeline stages."""
@@ -119,6 +118,8 @@ class CheckpointReader:
 
     def int4(self, name: str) -> Int4Weight:
         """Return an unsharded 4-bit matrix; experts as one [experts · out, in]."""
+        import numpy as np
+
         target = self._targets[name]
         shards = [unpack_int4(*self._shard(target, rank), self.config) for rank in range(self.tp_size)]
         groups = shards[0].group_size
@@ -131,7 +132,8 @@ class CheckpointReader:
             scales=self._merge(target, [part.scales for part in shards], groups),
             zero_points=zeros,
             group_size=groups,
-            input_scales=_joined(inputs, target) if inputs else None,
+            # When inputs are split, each rank has its own factors.
+            input_scales=(np.concatenate(inputs) if target.split == "row" else inputs[0]) if inputs else None,
         )
 
     def _fp8(self, target: Target) -> npt.NDArray[np.float32]:
@@ -193,10 +195,3 @@ class CheckpointReader:
         if rank not in self._files:
             self._files[rank] = _rank_file(self.folder, rank, self.config.mapping.ranks)
         return self._files[rank]
-
-
-def _joined(inputs: Sequence[npt.NDArray[np.float32]], target: Target) -> npt.NDArray[np.float32]:
-    """Join per-input factors; when inputs are split, each rank has its own."""
-    import numpy as np
-
-    return np.concatenate(inputs) if target.split == "row" else inputs[0]

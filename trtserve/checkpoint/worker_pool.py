@@ -64,8 +64,12 @@ def run_all(
             if helpers.have_failed():
                 board.stop()
 
+        def end_without_caller() -> None:  # also where the kernel cannot end a process with its parent
+            if os.getppid() != caller:
+                os._exit(1)
+
         def help_out(place: int) -> _Failure | None:
-            return _work(board, place, jobs, worker, alone, _end_without(caller))
+            return _work(board, place, jobs, worker, alone, end_without_caller)
 
         try:
             for place in range(1, count):
@@ -79,16 +83,6 @@ def run_all(
         if failures:
             raise min(failures, key=lambda each: each[0])[1]
         advance(board.take_progress())
-
-
-def _end_without(parent: int) -> Callable[[], None]:
-    """End a process whose parent is gone, including where the kernel cannot."""
-
-    def look() -> None:
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return look
 
 
 def _work(

@@ -57,8 +57,9 @@ class ServedRepository:
     @property
     def runtime(self) -> str | None:
         """Runtime of the first core model, such as `openvino` or `llmapi`, or None without a core model."""
-        if (own := self._own("runtime")) is not None or not self.core_models:
-            return own
+        own = self.engine.trtserve.runtime if "trtserve" in self.engine.content else None
+        if own or not self.core_models:
+            return own or None
         return "llmapi" if self.uses_llmapi else "tensorrt_llm"
 
     @property
@@ -124,9 +125,6 @@ class ServedRepository:
             f"instead of the engine's {longest}). Raise max_tokens_in_paged_kv_cache or kv_cache_free_gpu_mem_fraction."
         )
         return [text]
-
-    def _own(self, key: str) -> str | None:
-        return getattr(self.engine.trtserve, key) or None if "trtserve" in self.engine.content else None
 
 
 def inspect_repository(repository: ModelRepository) -> ServedRepository:

@@ -7,7 +7,7 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, require_sizes
+from trtserve.checkpoint.architectures.base import HfConfig, SourceNames, require_sizes
 from trtserve.checkpoint.architectures.parts.expert_tensors import (
     DEEPSEEK_EXPERTS,
     RENORMALIZED,
@@ -31,8 +31,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     return llama.own_config(ernie, "ERNIE 4.5", defaults=_DEFAULTS)
 
 
-def decoder(config: CheckpointConfig) -> Decoder:
-    return replace(llama.decoder(config), rope_interleaved=True)
+decoder = llama.decoder_with(rope_interleaved=True)
 
 
 # ERNIE 4.5 with experts: ERNIE 4.5's attention, softmax routers with corrections, shared experts, dense layers.
@@ -72,5 +71,4 @@ def ernie4_5_moe_names(config: CheckpointConfig) -> SourceNames:
     return replace(llama.NAMES, experts=experts, unused=(*llama.NAMES.unused, "model.mtp_*"))
 
 
-def ernie4_5_moe_decoder(config: CheckpointConfig) -> Decoder:
-    return replace(llama.expert_decoder(config), rope_interleaved=True)
+ernie4_5_moe_decoder = llama.decoder_with(experts=True, rope_interleaved=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, WrongConfigError
+from trtserve.checkpoint.architectures.base import HfConfig, SourceNames, WrongConfigError
 from trtserve.checkpoint.architectures.olmo import BRANCH_NORMS
 from trtserve.checkpoint.architectures.parts.expert_tensors import (
     DEEPSEEK_EXPERTS,
@@ -69,8 +69,7 @@ def exaone4_names(config: CheckpointConfig) -> SourceNames:
     return replace(llama.names(config), norms=BRANCH_NORMS, head_norms=llama.HEAD_NORMS)
 
 
-def exaone4_decoder(config: CheckpointConfig) -> Decoder:
-    return replace(llama.decoder(config), block="branch", qk_norm="heads")
+exaone4_decoder = llama.decoder_with(block="branch", qk_norm="heads")
 
 
 # K-EXAONE: EXAONE 4's attention with norms before it, and DeepSeek V3's experts.
@@ -97,5 +96,4 @@ def exaone_moe_names(config: CheckpointConfig) -> SourceNames:
     return replace(llama.names(config), head_norms=llama.HEAD_NORMS, experts=experts, unused=unused)
 
 
-def exaone_moe_decoder(config: CheckpointConfig) -> Decoder:
-    return replace(llama.expert_decoder(config), qk_norm="heads")
+exaone_moe_decoder = llama.decoder_with(experts=True, qk_norm="heads")

@@ -12,7 +12,6 @@ from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import (
     Decoder,
     HfConfig,
-    SourceNames,
     require_activation,
     require_sizes,
     required,
@@ -87,13 +86,8 @@ def _refuse_variants(hf: HfConfig) -> None:
             )
 
 
-def names(config: CheckpointConfig) -> SourceNames:
-    """Return the names of the source tensors.
-
-    The checkpoint stores 1 + weight of the norms, so that TensorRT-LLM's plain RMS norm applies.
-    """
-    del config
-    return replace(llama.NAMES, norm_offset=1.0)
+# The checkpoint stores 1 + weight of the norms, so that TensorRT-LLM's plain RMS norm applies.
+names = replace(llama.NAMES, norm_offset=1.0)
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
@@ -123,9 +117,7 @@ def gemma2_checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def gemma2_names(config: CheckpointConfig) -> SourceNames:
-    plain = names(config)
-    return replace(plain, norms={**plain.norms, **{name: name for name in _FEEDFORWARD_NORMS}})
+gemma2_names = replace(names, norms={**names.norms, **{name: name for name in _FEEDFORWARD_NORMS}})
 
 
 def gemma2_decoder(config: CheckpointConfig) -> Decoder:
@@ -224,8 +216,7 @@ def _kinds(pattern: int, layers: int) -> list[str]:
     return ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
 
 
-def gemma3_names(config: CheckpointConfig) -> SourceNames:
-    return replace(gemma2_names(config), head_norms=llama.HEAD_NORMS)
+gemma3_names = replace(gemma2_names, head_norms=llama.HEAD_NORMS)
 
 
 def full_attention_scaling(config: CheckpointConfig) -> Mapping[str, Any] | None:
@@ -282,9 +273,9 @@ def vaultgemma_checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def vaultgemma_names(config: CheckpointConfig) -> SourceNames:
-    norms = {"input_layernorm": "input_layernorm", "post_layernorm": "pre_feedforward_layernorm"}
-    return replace(names(config), norms=norms)
+vaultgemma_names = replace(
+    names, norms={"input_layernorm": "input_layernorm", "post_layernorm": "pre_feedforward_layernorm"}
+)
 
 
 def vaultgemma_decoder(config: CheckpointConfig) -> Decoder:

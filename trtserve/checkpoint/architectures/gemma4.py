@@ -132,7 +132,7 @@ def _experts(hf: HfConfig) -> dict[str, Any]:
 
 
 def names(config: CheckpointConfig) -> SourceNames:
-    plain, experts = gemma.gemma2_names(config), _EXPERTS if config.moe.num_experts else None
+    plain, experts = gemma.gemma2_names, _EXPERTS if config.moe.num_experts else None
     inputs = {"post_inputs_layernorm": "post_per_layer_input_norm"} if config.layer_input_size else {}
     return replace(
         plain,

@@ -75,23 +75,21 @@ def gpt2_checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def gpt2_names(config: CheckpointConfig) -> SourceNames:
-    del config
-    return SourceNames(
-        embedding="transformer.wte",
-        positions="transformer.wpe",
-        layer="transformer.h.{}.",
-        norms={"input_layernorm": "ln_1", "post_layernorm": "ln_2"},
-        qkv=("attn.c_attn",),
-        dense="attn.c_proj",
-        fc="mlp.c_fc",
-        proj="mlp.c_proj",
-        final_norm="transformer.ln_f",
-        biases=frozenset(("qkv", "dense", "fc", "proj")),
-        transposed=True,
-        # Causal masks of old exports.
-        unused=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
-    )
+gpt2_names = SourceNames(
+    embedding="transformer.wte",
+    positions="transformer.wpe",
+    layer="transformer.h.{}.",
+    norms={"input_layernorm": "ln_1", "post_layernorm": "ln_2"},
+    qkv=("attn.c_attn",),
+    dense="attn.c_proj",
+    fc="mlp.c_fc",
+    proj="mlp.c_proj",
+    final_norm="transformer.ln_f",
+    biases=frozenset(("qkv", "dense", "fc", "proj")),
+    transposed=True,
+    # Causal masks of old exports.
+    unused=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
+)
 
 
 def gpt2_decoder(config: CheckpointConfig) -> Decoder:
@@ -135,22 +133,20 @@ def gptj_checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def gptj_names(config: CheckpointConfig) -> SourceNames:
-    del config
-    return SourceNames(
-        embedding="transformer.wte",
-        layer="transformer.h.{}.",
-        norms={"input_layernorm": "ln_1"},
-        qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
-        dense="attn.out_proj",
-        fc="mlp.fc_in",
-        proj="mlp.fc_out",
-        final_norm="transformer.ln_f",
-        biases=frozenset(("fc", "proj", "head")),
-        first_rank_bias=True,
-        # Causal masks and position tables of old exports.
-        unused=tuple(f"transformer.h.*.attn.{name}" for name in ("bias", "masked_bias", "embed_positions")),
-    )
+gptj_names = SourceNames(
+    embedding="transformer.wte",
+    layer="transformer.h.{}.",
+    norms={"input_layernorm": "ln_1"},
+    qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+    dense="attn.out_proj",
+    fc="mlp.fc_in",
+    proj="mlp.fc_out",
+    final_norm="transformer.ln_f",
+    biases=frozenset(("fc", "proj", "head")),
+    first_rank_bias=True,
+    # Causal masks and position tables of old exports.
+    unused=tuple(f"transformer.h.*.attn.{name}" for name in ("bias", "masked_bias", "embed_positions")),
+)
 
 
 def gptj_decoder(config: CheckpointConfig) -> Decoder:
@@ -333,21 +329,19 @@ def bloom_checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def bloom_names(config: CheckpointConfig) -> SourceNames:
-    del config
-    return SourceNames(
-        embedding="transformer.word_embeddings",
-        embedding_norm="transformer.word_embeddings_layernorm",
-        layer="transformer.h.{}.",
-        norms={"input_layernorm": "input_layernorm", "post_layernorm": "post_attention_layernorm"},
-        qkv=("self_attention.query_key_value",),
-        dense="self_attention.dense",
-        fc="mlp.dense_h_to_4h",
-        proj="mlp.dense_4h_to_h",
-        final_norm="transformer.ln_f",
-        biases=frozenset(("qkv", "dense", "fc", "proj")),
-        grouped=True,
-    )
+bloom_names = SourceNames(
+    embedding="transformer.word_embeddings",
+    embedding_norm="transformer.word_embeddings_layernorm",
+    layer="transformer.h.{}.",
+    norms={"input_layernorm": "input_layernorm", "post_layernorm": "post_attention_layernorm"},
+    qkv=("self_attention.query_key_value",),
+    dense="self_attention.dense",
+    fc="mlp.dense_h_to_4h",
+    proj="mlp.dense_4h_to_h",
+    final_norm="transformer.ln_f",
+    biases=frozenset(("qkv", "dense", "fc", "proj")),
+    grouped=True,
+)
 
 
 def bloom_decoder(config: CheckpointConfig) -> Decoder:

@@ -53,6 +53,8 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     experts, chosen = expert_counts(hf, "num_local_experts")
     kinds = attention_kinds(hf, lambda layer: layer % 2 == 0)
     common = llama.common_config(hf, longest=131072)
+    quantization = hf.get("quantization_config")
+    gguf = isinstance(quantization, Mapping) and quantization.get("quant_method") == "gguf"
     return {
         **common,
         "attn_bias": bool(hf["attention_bias"]),
@@ -61,14 +63,9 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         "swiglu_alpha": float(hf["swiglu_alpha"]),
         "swiglu_limit": float(hf["swiglu_limit"]),
         **window_keys(windows_of(kinds, hf["sliding_window"])),
-        **({"halves_apart": True} if _method(hf) == "gguf" else {}),
+        **({"halves_apart": True} if gguf else {}),
         **superset(*common.get("superset", ()), "attention sinks", "clamped gates and biases of experts"),
     }
-
-
-def _method(hf: HfConfig) -> object:
-    quantization = hf.get("quantization_config")
-    return quantization.get("quant_method") if isinstance(quantization, Mapping) else None
 
 
 def names(config: CheckpointConfig) -> SourceNames:

@@ -7,7 +7,7 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, WrongConfigError, required
+from trtserve.checkpoint.architectures.base import HfConfig, SourceNames, WrongConfigError, required
 from trtserve.checkpoint.architectures.parts.expert_tensors import (
     DEEPSEEK_EXPERTS,
     RENORMALIZED,
@@ -43,8 +43,7 @@ def hunyuan_v1_dense_names(config: CheckpointConfig) -> SourceNames:
     return replace(llama.names(config), head_norms=_HEAD_NORMS)
 
 
-def hunyuan_v1_dense_decoder(config: CheckpointConfig) -> Decoder:
-    return replace(llama.decoder(config), qk_norm="rotated")
+hunyuan_v1_dense_decoder = llama.decoder_with(qk_norm="rotated")
 
 
 # Hunyuan with experts (A13B): the dense Hunyuan's attention, and a shared expert beside the chosen ones.
@@ -82,8 +81,7 @@ def hunyuan_v1_moe_names(config: CheckpointConfig) -> SourceNames:
     return replace(hunyuan_v1_dense_names(config), experts=experts)
 
 
-def hunyuan_v1_moe_decoder(config: CheckpointConfig) -> Decoder:
-    return replace(llama.expert_decoder(config), qk_norm="rotated")
+hunyuan_v1_moe_decoder = llama.decoder_with(experts=True, qk_norm="rotated")
 
 
 # Hunyuan 3: Llama with normalised queries and keys, and DeepSeek V3's experts without groups.
@@ -129,5 +127,4 @@ def hy_v3_names(config: CheckpointConfig) -> SourceNames:
     )
 
 
-def hy_v3_decoder(config: CheckpointConfig) -> Decoder:
-    return replace(llama.expert_decoder(config), qk_norm="heads")
+hy_v3_decoder = llama.decoder_with(experts=True, qk_norm="heads")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -153,6 +153,11 @@ def decoder(config: CheckpointConfig) -> Decoder:
         unrotated=config.unrotated_layers,
         windows=attention_windows(config),
     )
+
+
+def decoder_with(*, experts: bool = False, **fields: Any) -> Callable[[CheckpointConfig], Decoder]:
+    """Return the `decoder` of a family that is a Llama but for these fields."""
+    return lambda config: replace((expert_decoder if experts else decoder)(config), **fields)
 
 
 def expert_decoder(config: CheckpointConfig) -> Decoder:

@@ -12,7 +12,6 @@ from trtserve.checkpoint.architectures.base import (
     ExpertNames,
     HfConfig,
     QueryGrowth,
-    SourceNames,
     moe_object,
     require_activation,
     require_numbers,
@@ -70,9 +69,7 @@ def mixtral_checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def mixtral_names(config: CheckpointConfig) -> SourceNames:
-    del config
-    return replace(llama.NAMES, experts=MIXTRAL_EXPERTS)
+mixtral_names = replace(llama.NAMES, experts=MIXTRAL_EXPERTS)
 
 
 # Ministral, Ministral 3 and CWM: Llama with windows in some layers, or with queries that grow with their position.

@@ -66,20 +66,18 @@ def _refuse_variants(hf: HfConfig) -> None:
         )
 
 
-def names(config: CheckpointConfig) -> SourceNames:
-    del config
-    return SourceNames(
-        embedding="model.embed_tokens",
-        layer="model.layers.{}.",
-        norms={"input_layernorm": "input_layernorm"},
-        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        dense="self_attn.dense",
-        fc="mlp.fc1",
-        proj="mlp.fc2",
-        final_norm="model.final_layernorm",
-        biases=frozenset(("qkv", "dense", "fc", "proj", "head")),
-        unused=("model.layers.*.self_attn.rotary_emb.inv_freq",),
-    )
+names = SourceNames(
+    embedding="model.embed_tokens",
+    layer="model.layers.{}.",
+    norms={"input_layernorm": "input_layernorm"},
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    dense="self_attn.dense",
+    fc="mlp.fc1",
+    proj="mlp.fc2",
+    final_norm="model.final_layernorm",
+    biases=frozenset(("qkv", "dense", "fc", "proj", "head")),
+    unused=("model.layers.*.self_attn.rotary_emb.inv_freq",),
+)
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
@@ -179,21 +177,19 @@ def _long_rope_keys(hf: HfConfig, pairs: int) -> dict[str, Any]:
     }
 
 
-def phi3_names(config: CheckpointConfig) -> SourceNames:
-    del config
-    return SourceNames(
-        embedding="model.embed_tokens",
-        layer="model.layers.{}.",
-        norms={"input_layernorm": "input_layernorm", "post_layernorm": "post_attention_layernorm"},
-        qkv=("self_attn.qkv_proj",),
-        dense="self_attn.o_proj",
-        fc="mlp.gate_up_proj",
-        proj="mlp.down_proj",
-        final_norm="model.norm",
-        norm_biases=False,
-        gate_up=True,
-        unused=("model.layers.*.self_attn.rotary_emb.inv_freq",),
-    )
+phi3_names = SourceNames(
+    embedding="model.embed_tokens",
+    layer="model.layers.{}.",
+    norms={"input_layernorm": "input_layernorm", "post_layernorm": "post_attention_layernorm"},
+    qkv=("self_attn.qkv_proj",),
+    dense="self_attn.o_proj",
+    fc="mlp.gate_up_proj",
+    proj="mlp.down_proj",
+    final_norm="model.norm",
+    norm_biases=False,
+    gate_up=True,
+    unused=("model.layers.*.self_attn.rotary_emb.inv_freq",),
+)
 
 
 def phi3_decoder(config: CheckpointConfig) -> Decoder:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -60,20 +61,18 @@ def qwen_config(
         "attn_bias": attn_bias,
         "qwen_type": qwen_type,
         **_CONSTANTS,
-        **window_keys(_qwen2_windows(hf) if windows is None else windows),
+        **window_keys(_windows(hf, operator.ge) if windows is None else windows),
     }
 
 
-def _qwen2_windows(hf: HfConfig) -> list[int | None]:
-    """Return the layers' windows: from layer `max_window_layers` on, unless `layer_types` overrides it."""
+def _windows(hf: HfConfig, slides: Callable[[int, int], object]) -> list[int | None]:
+    """Return the layers' windows: where `slides(layer, max_window_layers)`, unless `layer_types` overrides it."""
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
-    first = hf.get("max_window_layers", 28)
-    return windows_of(attention_kinds(hf, lambda layer: layer >= first), window)
+    border = hf.get("max_window_layers", 28)
+    return windows_of(attention_kinds(hf, lambda layer: slides(layer, border)), window)
 
 
-def qwen2_names(config: CheckpointConfig) -> SourceNames:
-    del config
-    return replace(llama.NAMES, biases=frozenset({"qkv"}))
+qwen2_names = replace(llama.NAMES, biases=frozenset({"qkv"}))
 
 
 # Qwen2-MoE (also Qwen1.5-MoE): Qwen2 with experts instead of the MLP, plus a shared expert.
@@ -95,7 +94,7 @@ def qwen2_moe_checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         qwen_type="qwen2_moe",
         attn_bias=bool(hf.get("qkv_bias", True)),
         shared_size=shared,
-        windows=_qwen2_moe_windows(hf),
+        windows=_windows(hf, lambda layer, border: layer % 2 == 0 and layer < border),
     )
 
 
@@ -132,13 +131,6 @@ def dense_layers(hf: HfConfig) -> list[int]:
     return [layer for layer in range(hf["num_hidden_layers"]) if layer in given or (layer + 1) % step]
 
 
-def _qwen2_moe_windows(hf: HfConfig) -> list[int | None]:
-    """Return the windows: every other layer before `max_window_layers`, unless `layer_types` overrides it."""
-    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
-    last = hf.get("max_window_layers", 28)
-    return windows_of(attention_kinds(hf, lambda layer: layer % 2 == 0 and layer < last), window)
-
-
 def qwen2_moe_names(config: CheckpointConfig) -> SourceNames:
     return replace(
         llama.NAMES,
@@ -173,8 +165,7 @@ def qwen3_names(config: CheckpointConfig) -> SourceNames:
     return replace(llama.names(config), head_norms=llama.HEAD_NORMS)
 
 
-def qwen3_decoder(config: CheckpointConfig) -> Decoder:
-    return replace(llama.decoder(config), qk_norm="heads")
+qwen3_decoder = llama.decoder_with(qk_norm="heads")
 
 
 # Qwen3-MoE: Qwen3 with experts instead of the MLP.
@@ -192,8 +183,7 @@ def qwen3_moe_names(config: CheckpointConfig) -> SourceNames:
     return replace(qwen3_names(config), experts=QWEN_EXPERTS)
 
 
-def qwen3_moe_decoder(config: CheckpointConfig) -> Decoder:
-    return replace(llama.expert_decoder(config), qk_norm="heads")
+qwen3_moe_decoder = llama.decoder_with(experts=True, qk_norm="heads")
 
 
 # Qwen3-Next, Qwen3.5 and Qwen3.6: three of four layers have a gated delta rule, the others attention with gates.

@@ -100,8 +100,7 @@ def dots1_names(config: CheckpointConfig) -> SourceNames:
     return replace(llama.names(config), head_norms=llama.HEAD_NORMS, experts=replace(DEEPSEEK_EXPERTS, shared=shared))
 
 
-def dots1_decoder(config: CheckpointConfig) -> Decoder:
-    return replace(llama.expert_decoder(config), qk_norm="heads")
+dots1_decoder = llama.decoder_with(experts=True, qk_norm="heads")
 
 
 # MiniMax M2: sigmoid routers with corrections, norms over all heads of queries and keys, half of each head rotated.
@@ -128,16 +127,10 @@ def minimax_m2_checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def minimax_m2_names(config: CheckpointConfig) -> SourceNames:
-    del config
-    correction = "block_sparse_moe.e_score_correction_bias"
-    return replace(
-        llama.NAMES,
-        head_norms=llama.HEAD_NORMS,
-        head_norm_weights="row",
-        experts=replace(MIXTRAL_EXPERTS, correction=correction),
-    )
-
-
-def minimax_m2_decoder(config: CheckpointConfig) -> Decoder:
-    return replace(llama.expert_decoder(config), qk_norm="all")
+minimax_m2_names = replace(
+    llama.NAMES,
+    head_norms=llama.HEAD_NORMS,
+    head_norm_weights="row",
+    experts=replace(MIXTRAL_EXPERTS, correction="block_sparse_moe.e_score_correction_bias"),
+)
+minimax_m2_decoder = llama.decoder_with(experts=True, qk_norm="all")

@@ -102,7 +102,9 @@ class Batch:
             for sequence in generations:
                 self._write_beams(cursor, sequence)
         for sequence in plan.generations[plain:]:
-            self._write_draft(cursor, sequence, plan.drafts[sequence])
+            draft = plan.drafts[sequence]
+            cursor.groups.append((sequence, cursor.tokens, 1 + len(draft)))
+            self._write_tokens(cursor, sequence, [sequence.generated[-1], *draft])
         spans, contexts = _spans(cursor, cursor.groups), _spans(cursor, cursor.contexts)
         inputs = self._inputs(cursor, self._adapters_of(plan), self._long_sequences(plan))
         return BatchedStep(inputs, cursor.sampled, begins, spans, contexts)
@@ -166,11 +168,6 @@ class Batch:
         self._slots[number : number + count] = [sequence.slots[0] for sequence in sequences]
         cursor.sequences, cursor.tokens = number + count, first + count
         cursor.longest = max(cursor.longest, max(past) + 1)
-
-    def _write_draft(self, cursor: _Cursor, sequence: Sequence, draft: list[int]) -> None:
-        """Write the last token of a generating sequence and the draft tokens after it."""
-        cursor.groups.append((sequence, cursor.tokens, 1 + len(draft)))
-        self._write_tokens(cursor, sequence, [sequence.generated[-1], *draft])
 
     def _write_beams(self, cursor: _Cursor, sequence: Sequence) -> None:
         """Write one token of each growing beam; beam i has slot i."""

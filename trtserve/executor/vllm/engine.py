@@ -252,7 +252,9 @@ class VllmEngine(VllmProcess):
                     self._close(number, in_vllm=not news.finished)
         if made:
             self.mailbox.deliver(made)
-        self._end_late()
+        if self._deadlines:
+            now = time.monotonic()
+            self._end_early([number for number, end in self._deadlines.items() if end <= now], FinishReason.TIMED_OUT)
 
     def _ended(self) -> None:
         self.mailbox.close()
@@ -318,11 +320,6 @@ class VllmEngine(VllmProcess):
     def cancel(self, id_: int) -> None:
         """Cancel a request; unknown ids are ignored."""
         self._end_early([id_], FinishReason.CANCELLED)
-
-    def _end_late(self) -> None:
-        if self._deadlines:
-            now = time.monotonic()
-            self._end_early([number for number, end in self._deadlines.items() if end <= now], FinishReason.TIMED_OUT)
 
     def _end_early(self, numbers: list[int], reason: FinishReason) -> None:
         made: list[RequestOutput] = []

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..shared.arrays import Tensors
 from ..shared.files import read_json
@@ -212,7 +211,10 @@ def core_inputs(settings: BlsSettings, inputs: Tensors, request_id: str) -> Tens
     result = {CORE_FROM_PREPROCESSING[name]: value for name, value in prepared.items()}
     for name, inner in CORE.items():
         if name in inputs:
-            result[inner] = _with_batch_axis(inputs[name], batch)
+            value: Any = inputs[name]
+            # Inputs declared with `reshape { }` arrive as [batch]. What NumPy cannot hold (BF16) is a tensor of Triton.
+            flat = isinstance(value, np.ndarray) and value.ndim == 1
+            result[inner] = value.reshape(batch, 1) if flat else value
     for name in ("return_context_logits", "return_generation_logits"):
         result.setdefault(name, np.zeros((batch, 1), dtype=np.bool_))
     return result
@@ -222,12 +224,6 @@ def prompts(inputs: Tensors) -> list[list[int]]:
     """Return the prompt ids of each batch row."""
     lengths = inputs["input_lengths"].reshape(-1)
     return [row[:length].tolist() for row, length in zip(inputs["input_ids"], lengths, strict=True)]
-
-
-def _with_batch_axis(value: Any, batch: int) -> NDArray[Any]:
-    """Return [batch, 1] for inputs declared with `reshape { }`, which arrive as [batch]."""
-    # What NumPy cannot hold (BF16) is a tensor of Triton, and handed on as it is.
-    return value.reshape(batch, 1) if isinstance(value, np.ndarray) and value.ndim == 1 else value
 
 
 def adapter_of(inputs: Tensors) -> str | None:

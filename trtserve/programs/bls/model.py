@@ -47,7 +47,9 @@ class BlsRequest:
             settings.core, request_id, lora=settings.lora, adapter=adapter_of(inputs), pushed=settings.pushed
         )
         self._batch = len(inputs["text_input"])
-        self._words = self._stop_words()
+        words = self._inputs.get("stop_words")
+        rows = [()] * self._batch if words is None else [words_of(row, "stop_words") for row in words]
+        self._words = [StopWords(row) for row in rows]
 
     def answers(self) -> Iterator[Tensors]:
         """Yield the answers; InnerModelError carries the message of the model that refused the request."""
@@ -85,12 +87,6 @@ class BlsRequest:
         excluded = self._settings.exclude_input if given is None else bool(np.any(given))
         # Each streamed result of a beam search holds all tokens so far, without the prompt.
         return FullTexts(self._decode_rows, self._words, None if streamed or excluded else prompts(inputs))
-
-    def _stop_words(self) -> list[StopWords]:
-        words = self._inputs.get("stop_words")
-        if words is None:
-            return [StopWords()] * self._batch
-        return [StopWords(words_of(row, "stop_words")) for row in words]
 
     def _indexes(self, key: Key) -> Tensors:
         indexes: Tensors = {}

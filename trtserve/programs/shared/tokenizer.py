@@ -414,13 +414,10 @@ class AnchoredDecoder:
         return [self._token(ids[0]) if len(ids) == 1 else self._row(ids) for ids in rows]
 
     def _row(self, ids: list[int]) -> str:
-        if self._is_beginning(ids):
+        if ids and ids[0] in self._special_ids:
             return self._decode(ids)
         text = self._decode(self._anchor + ids)
         if text.startswith(self._anchor_text):
             return text[len(self._anchor_text) :]
         # The tokenizer joined the anchor with what follows, so it cannot be cut off: decode the row alone.
         return self._decode(ids)
-
-    def _is_beginning(self, ids: list[int]) -> bool:
-        return bool(ids) and ids[0] in self._special_ids

@@ -76,11 +76,6 @@ _SPELLINGS = {
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
-def _all_sizes(values: object) -> bool:
-    """Return whether these are sizes of each layer."""
-    return isinstance(values, list) and all(map(is_size, values))
-
-
 def _are(kind: type, values: object) -> bool:
     return isinstance(values, list) and all(isinstance(each, kind) for each in values)
 
@@ -90,7 +85,7 @@ _EXPECTED: tuple[tuple[str, Callable[[object], bool], tuple[str, ...]], ...] = (
     ("positive numbers", is_number, _NUMBERS),
     (
         "positive integers",
-        lambda value: is_size(value) or _all_sizes(value),
+        lambda value: is_size(value) or (isinstance(value, list) and all(map(is_size, value))),
         ("moe_intermediate_size", "intermediate_size"),
     ),
     ("integers", lambda value: type(value) is int, ("sliding_window", "moe_layer_end_index")),

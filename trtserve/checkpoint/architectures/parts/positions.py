@@ -56,7 +56,12 @@ def rotary(hf: HfConfig, *, default_base: float = 10000.0) -> tuple[float, dict[
                 f"config.json has rope_theta = {base:g} beside rotary scaling 'yarn'; expected more than 1."
             )
     if kind == "default":
-        _refuse_typeless(parameters)
+        if not (parameters.get("type") or parameters.get("rope_type")) and parameters.keys() - {*_UNSCALED}:
+            raise UnsupportedModelError(
+                f"config.json has rope_scaling = {dict(parameters)} without a type; supported: {', '.join(SCALINGS)}.",
+                hint="Add the type that the model was trained with, or use the config.json that was published with the "
+                "weights.",
+            )
         return base, None
     if kind not in SCALINGS:
         raise UnsupportedModelError(
@@ -81,15 +86,6 @@ def beyond_rotary(scaling: Mapping[str, Any] | None) -> list[str]:
     """Return the words for `superset` of a rotary scaling."""
     kind = scaling_type(scaling)
     return [f"rotary scaling {kind!r}"] if kind in _BEYOND else []
-
-
-def _refuse_typeless(parameters: Mapping[str, Any]) -> None:
-    if not (parameters.get("type") or parameters.get("rope_type")) and parameters.keys() - {*_UNSCALED}:
-        raise UnsupportedModelError(
-            f"config.json has rope_scaling = {dict(parameters)} without a type; supported: {', '.join(SCALINGS)}.",
-            hint="Add the type that the model was trained with, or use the config.json that was published with the "
-            "weights.",
-        )
 
 
 def rope_parameters(hf: HfConfig) -> dict[str, Any]:
