@@ -13,14 +13,7 @@ from difflib import get_close_matches
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
-from trtserve.checkpoint.architectures.base import (
-    Architecture,
-    Decoder,
-    HfConfig,
-    SourceNames,
-    Target,
-    WrongConfigError,
-)
+from trtserve.checkpoint.architectures.base import Architecture, Decoder, HfConfig, Target, WrongConfigError
 from trtserve.checkpoint.architectures.parts.named_tensors import named_targets
 from trtserve.checkpoint.architectures.parts.text_halves import VISION, WITH_IMAGES, text_config
 from trtserve.errors import UnsupportedModelError
@@ -159,10 +152,9 @@ def family(architecture: str) -> Architecture:
         raise UnknownArchitectureError(architecture)
     module = importlib.import_module(f"{__name__}.{LINEAGE[name]}")
     own = "" if name == LINEAGE[name] else f"{name}_"  # how the names of a family's functions begin in another's module
-    names = getattr(module, f"{own}names", llama.names)
     return Architecture(
         checkpoint_config=getattr(module, f"{own}checkpoint_config"),
-        names=(lambda _: names) if isinstance(names, SourceNames) else names,
+        source_names=getattr(module, f"{own}names", llama.names),
         decoder=getattr(module, f"{own}decoder", llama.decoder),
         prefix=_PREFIXES.get(name, "model."),
         tied=name in _TIED,

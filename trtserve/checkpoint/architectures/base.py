@@ -374,10 +374,14 @@ class Architecture:
     # Returns the family's part of the checkpoint's `config.json`: sizes, positions and extra keys.
     # Raises UnsupportedModelError when the model has a feature that cannot be converted.
     checkpoint_config: Callable[[HfConfig], dict[str, Any]]
-    names: Callable[[CheckpointConfig], SourceNames]  # the names of the source tensors
+    source_names: SourceNames | Callable[[CheckpointConfig], SourceNames]  # the same for all models, or of one
     decoder: Callable[[CheckpointConfig], Decoder]  # the decoder that a checkpoint's `config.json` describes
     prefix: str  # of all source names except the head's. Files saved without the head omit it
     tied: bool  # transformers' default for `tie_word_embeddings`
+
+    def names(self, config: CheckpointConfig) -> SourceNames:
+        """Return the names of a model's source tensors."""
+        return self.source_names if isinstance(self.source_names, SourceNames) else self.source_names(config)
 
 
 def required(hf: HfConfig, *keys: str) -> dict[str, Any]:
