@@ -20,7 +20,6 @@ from trtserve.checkpoint.architectures.base import Decoder, Experts, QueryGrowth
 from trtserve.checkpoint.quantized import Int4Weight
 from trtserve.errors import BuildError
 from trtserve.executor.engine.shapes import Sizes
-from trtserve.executor.openvino.capped_graph import mark_cap, mark_chunks
 from trtserve.executor.openvino.graph_parts import (
     GraphRotation,
     add,
@@ -74,6 +73,8 @@ LAST_LAYER_INPUT = "last_layer_input"
 ALIBI_SLOPES = "alibi_slopes"
 # The constant i64[] with the length beyond which sequences are long for LongRoPE; input of a comparison.
 LONG_ROPE_BEYOND = "long_rope_beyond"
+# What an engine's file says: that scores have a cap, that windows are chunks.
+SCORE_CAP, CHUNKS = "attention_softcap", "attention_chunks"
 # Half of the most negative float16: far below any score, and finite in every precision of the CPU plugin.
 _MASKED = -32752.0
 _PROBE = 1 << 20
@@ -109,7 +110,7 @@ def build_graph(
     logits f32[b, l, vocab]. Weights keep the dtype they have in `weights` (fp8 becomes float16). With `packing` the
     matrices of the layers are quantised: int8 per output channel, as TensorRT-LLM's W8A16, or int4 in groups of inputs.
     The embeddings are not quantised; lm_head becomes int8, because every step reads all of it. A cap of attention
-    scores is a mark (`capped_graph`). `read` is called with the number of weights that have been read, for each tensor.
+    scores is a mark (`SCORE_CAP`). `read` is called with the number of weights that have been read, for each tensor.
     """
     return GraphBuilder(decoder, sizes, weights, packing, read).build()
 
@@ -182,9 +183,9 @@ class GraphBuilder:
         inputs = [self._input_ids, self._attention_mask, self._position_ids, self._beam_idx, *self.states.parameters]
         graph = ov.Model([result], self._sinks, inputs, "decoder")
         if self.decoder.attention_softcap is not None:
-            mark_cap(graph, self.decoder.attention_softcap)
+            graph.set_rt_info(str(self.decoder.attention_softcap), SCORE_CAP)
         if self.decoder.chunked:
-            mark_chunks(graph)
+            graph.set_rt_info("true", CHUNKS)
         return graph
 
     def _logits(self, hidden: Any) -> Any:

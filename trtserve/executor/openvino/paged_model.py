@@ -24,21 +24,19 @@ from trtserve.executor.engine.lora import AdapterStack
 from trtserve.executor.engine.model import Logits, StepInputs, single_sequence
 from trtserve.executor.engine.shapes import layer_windows, lora_shape
 from trtserve.executor.loaders import read_engine_config
-from trtserve.executor.openvino.capped_graph import (
+from trtserve.executor.openvino.layer_graphs import STATE_TABLE, cpu_plugin, step_inputs
+from trtserve.executor.openvino.paged_graph import (
     BLOCK_TABLES,
     NEW,
+    add_adapters,
+    add_long_sequences,
+    add_prompt_table,
     block_tables,
     even_parts,
     has_chunks,
     new_places,
-    with_caps,
-)
-from trtserve.executor.openvino.layer_graphs import STATE_TABLE, cpu_plugin, step_inputs
-from trtserve.executor.openvino.paged_graph import (
-    add_adapters,
-    add_long_sequences,
-    add_prompt_table,
     to_paged_attention,
+    with_caps,
 )
 from trtserve.host.machine import free_memory
 
