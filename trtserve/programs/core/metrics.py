@@ -134,21 +134,10 @@ class MetricsReporter:
             self._families.append(family)
             for value, field in fields.items():
                 self._gauges[family_name, field] = family.Metric(labels={**self._labels, label: value})
-        tokens = pb_utils.MetricFamily(
-            name=_TOKENS, description="Tokens of the requests", kind=pb_utils.MetricFamily.COUNTER
-        )
-        self._families.append(tokens)
-        self._counters = {
-            kind: tokens.Metric(labels={**self._labels, "token_type": kind}) for kind in ("prompt", "generated")
-        }
-        drafts = pb_utils.MetricFamily(
-            name=_DRAFTS, description="Draft tokens of speculative decoding", kind=pb_utils.MetricFamily.COUNTER
-        )
-        self._families.append(drafts)
-        self._drafts = {
-            field: drafts.Metric(labels={**self._labels, "draft_token_type": kind})
-            for kind, field in (("drafted", "num_draft_tokens"), ("accepted", "num_accepted_tokens"))
-        }
+        self._counters = self._counted(_TOKENS, "Tokens of the requests", "token_type", ("prompt", "generated"))
+        kinds = ("drafted", "accepted")
+        drafts = self._counted(_DRAFTS, "Draft tokens of speculative decoding", "draft_token_type", kinds)
+        self._drafts = {"num_draft_tokens": drafts["drafted"], "num_accepted_tokens": drafts["accepted"]}
         self._first = _Times(_FIRST, "From a streamed request to its first token", self._labels)
         self._gaps = _Times(_GAPS, "Between two tokens of a stream", self._labels)
         self._queue = _Times(_QUEUE, "From a request to the step that begins it", self._labels)
@@ -156,6 +145,12 @@ class MetricsReporter:
         self._lock = threading.Lock()
         self._input_lengths = self._histogram("nv_llm_input_token_len", "total_input_tokens")
         self._output_lengths = self._histogram("nv_llm_output_token_len", "total_output_tokens")
+
+    def _counted(self, name: str, description: str, label: str, kinds: tuple[str, ...]) -> dict[str, Any]:
+        """Return a counter for each value of the label."""
+        family = pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.COUNTER)
+        self._families.append(family)
+        return {kind: family.Metric(labels={**self._labels, label: kind}) for kind in kinds}
 
     def _histogram(self, name: str, label: str) -> Any:
         """A histogram of lengths, or None when this Triton's Python backend has no histograms."""
