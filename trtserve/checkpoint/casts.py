@@ -168,10 +168,7 @@ class _ToBfloat16(_Arithmetic):
         return np.flatnonzero(flags)
 
 
-_ARITHMETIC: Mapping[tuple[str, str], type[_Arithmetic]] = {
-    ("BF16", "F16"): _ToFloat16,
-    ("F16", "BF16"): _ToBfloat16,
-}
+_ARITHMETIC: Mapping[tuple[str, str], type[_Arithmetic]] = {("BF16", "F16"): _ToFloat16, ("F16", "BF16"): _ToBfloat16}
 
 
 def _words(*numbers: int) -> Iterator[npt.NDArray[np.uint16]]:

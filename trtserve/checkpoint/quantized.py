@@ -242,8 +242,7 @@ def unpack_fp8(tensors: Mapping[str, npt.NDArray[Any]], prefix: str, algorithm: 
         return Fp8Weight(codes=weight, scales=np.repeat(tall, FP8_BLOCK, 1)[:, :inputs])
     _tensor(tensors, f"{prefix}.activation_scaling_factor")  # inputs are not rounded to 8 bits here
     return Fp8Weight(
-        codes=weight,
-        scales=scales.reshape(*weight.shape[:-2], 1, 1) if scales.size > 1 else scales.reshape(1, 1),
+        codes=weight, scales=scales.reshape(*weight.shape[:-2], 1, 1) if scales.size > 1 else scales.reshape(1, 1)
     )
 
 
@@ -263,11 +262,7 @@ def _stacked(experts: Sequence[Int4Weight]) -> Int4Weight:
 
 
 def _gptq(
-    prefix: str,
-    weight: npt.NDArray[np.uint8],
-    scales: npt.NDArray[Any],
-    zeros: npt.NDArray[Any],
-    sm: int,
+    prefix: str, weight: npt.NDArray[np.uint8], scales: npt.NDArray[Any], zeros: npt.NDArray[Any], sm: int
 ) -> Int4Weight:
     """Unpack codes in kernel layout; `zero` is (8 − zero point) × scale."""
     import numpy as np
@@ -286,10 +281,7 @@ def _gptq(
 
 
 def _modelopt(
-    tensors: Mapping[str, npt.NDArray[Any]],
-    prefix: str,
-    weight: npt.NDArray[np.uint8],
-    scales: npt.NDArray[Any],
+    tensors: Mapping[str, npt.NDArray[Any]], prefix: str, weight: npt.NDArray[np.uint8], scales: npt.NDArray[Any]
 ) -> Int4Weight:
     """Unpack signed codes [out / 2, in], two outputs per byte (low first), with scales [out, in / group]."""
     import numpy as np

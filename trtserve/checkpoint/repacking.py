@@ -81,13 +81,7 @@ def _beside(name: str, ending: str) -> str:
     return f"{name.removesuffix('weight')}{ending}"
 
 
-def _write_int4(
-    work: Repack,
-    held: Shard,
-    places: Mapping[str, int],
-    file: int,
-    dtype: str,
-) -> None:
+def _write_int4(work: Repack, held: Shard, places: Mapping[str, int], file: int, dtype: str) -> None:
     import numpy as np
 
     wanted, name = numpy_dtype(CODES[dtype]), work.target.name

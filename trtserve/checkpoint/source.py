@@ -270,8 +270,7 @@ def _weight_files(folder: Path) -> dict[Path, frozenset[str] | None]:
             else "Save the model with safetensors (transformers: save_pretrained), or choose a revision that has them.",
         )
     raise ModelNotFoundError(
-        f"{folder} has no weights: neither {SINGLE} nor {INDEX}, nor {PICKLED_SINGLE}.",
-        hint="Import the model again.",
+        f"{folder} has no weights: neither {SINGLE} nor {INDEX}, nor {PICKLED_SINGLE}.", hint="Import the model again."
     )
 
 

@@ -84,8 +84,7 @@ def source_quantization(hf: HfConfig) -> SourceQuantization | None:
     inner = config.get("quantization")
     deeper = inner.get("kv_cache_quant_algo") if isinstance(inner, Mapping) else None
     return SourceQuantization(
-        method="fp8",
-        narrow_cache=bool(deeper or config.get("kv_cache_quant_algo") or config.get("kv_cache_scheme")),
+        method="fp8", narrow_cache=bool(deeper or config.get("kv_cache_quant_algo") or config.get("kv_cache_scheme"))
     )
 
 
@@ -138,10 +137,7 @@ def _is_static_fp8(config: Mapping[str, Any]) -> bool:
 
 # The families' own keys for `norm_epsilon`.
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
-_NUMBERS = (
-    *("rotary_pct", "query_pre_attn_scalar"),
-    *("final_logit_softcapping", "attn_logit_softcapping"),
-)
+_NUMBERS = (*("rotary_pct", "query_pre_attn_scalar"), *("final_logit_softcapping", "attn_logit_softcapping"))
 
 
 def supported_family(hf: HfConfig) -> Architecture:

@@ -384,8 +384,5 @@ def _pickled_entry(tensor: Any, places: Mapping[int, int]) -> Entry:
     if tensor.numel():
         begin = places[tensor.untyped_storage().data_ptr()] + tensor.storage_offset() * tensor.element_size()
     return Entry(
-        code=_code(tensor) or "",
-        shape=tuple(tensor.shape),
-        begin=begin,
-        size=tensor.numel() * tensor.element_size(),
+        code=_code(tensor) or "", shape=tuple(tensor.shape), begin=begin, size=tensor.numel() * tensor.element_size()
     )

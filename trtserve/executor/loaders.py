@@ -43,10 +43,7 @@ MODELS: Final[Mapping[str, ModelLoader]] = {
     "openvino": ModelLoader(module="trtserve.executor.openvino.paged_model", files=("rank{}.xml", "rank{}.bin")),
     "torch": ModelLoader(module="trtserve.executor.torch.ranked_model", files=("rank{}.safetensors",), ranks=True),
     "vllm": ModelLoader(
-        module="trtserve.executor.vllm.engine",
-        files=("model/config.json",),
-        names_tops=True,
-        draws_without_seed=True,
+        module="trtserve.executor.vllm.engine", files=("model/config.json",), names_tops=True, draws_without_seed=True
     ),
 }
 

@@ -196,10 +196,7 @@ def _write_core(folder: Path, plan: LlmapiRepositoryPlan) -> None:
 
     write_program(folder / VERSION, LLMAPI)
     text = llmapi_config_text(
-        llmapi_model(plan.release),
-        name=folder.name,
-        decoupled=plan.spec.streaming,
-        gpu_device_ids=plan.gpu_device_ids,
+        llmapi_model(plan.release), name=folder.name, decoupled=plan.spec.streaming, gpu_device_ids=plan.gpu_device_ids
     )
     (folder / "config.pbtxt").write_text(text, encoding="utf-8")
     model = plan.model

@@ -12,11 +12,7 @@ from trtserve.checkpoint.architectures.parts.latent import latent_config, latent
 
 # DeepSeek V2 and V2-Lite: latent attention (MLA), routers with a softmax, shared experts.
 
-_DEEPSEEK_V2: dict[str, Any] = {
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 0,
-    "max_position_embeddings": 2048,
-}
+_DEEPSEEK_V2: dict[str, Any] = {"n_shared_experts": 2, "first_k_dense_replace": 0, "max_position_embeddings": 2048}
 _GROUPS = {"greedy": False, "group_limited_greedy": True}
 
 
@@ -69,11 +65,7 @@ def deepseek_v3_checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     if hf.get("model_type") == "glm4_moe_lite":
         hf["first_k_dense_replace"] = _dense_first(hf)
     common = latent_config(hf)
-    return {
-        **common,
-        **deepseek_experts(hf),
-        **superset(*common["superset"], "sigmoid routers"),
-    }
+    return {**common, **deepseek_experts(hf), **superset(*common["superset"], "sigmoid routers")}
 
 
 def _dense_first(hf: HfConfig) -> int:

@@ -266,11 +266,7 @@ def vaultgemma_checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     activation = hf.get("hidden_activation") or "gelu_pytorch_tanh"
     require_activation(activation, "gelu_tanh")
     config = gemma2_checkpoint_config({**hf, "hidden_act": "gelu_pytorch_tanh"})
-    return {
-        **config,
-        "inter_layernorms": False,
-        **superset("the family VaultGemma", *config.get("superset", ())),
-    }
+    return {**config, "inter_layernorms": False, **superset("the family VaultGemma", *config.get("superset", ()))}
 
 
 vaultgemma_names = replace(

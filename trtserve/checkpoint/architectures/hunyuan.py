@@ -22,10 +22,7 @@ from trtserve.errors import UnsupportedModelError
 
 # Hunyuan dense (0.5B to 7B): Llama whose queries and keys are normalised after rotation.
 
-_HEAD_NORMS = {
-    "attention.q_layernorm": "self_attn.query_layernorm",
-    "attention.k_layernorm": "self_attn.key_layernorm",
-}
+_HEAD_NORMS = {"attention.q_layernorm": "self_attn.query_layernorm", "attention.k_layernorm": "self_attn.key_layernorm"}
 
 
 def hunyuan_v1_dense_checkpoint_config(hf: HfConfig) -> dict[str, Any]:

@@ -56,10 +56,7 @@ _COHERE = {"max_position_embeddings": 8192, "tie_word_embeddings": True}
 
 def cohere_checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return Llama's config and Cohere's factor of logits; in Cohere 2 layers without a window have no positions."""
-    own = {
-        "norm_epsilon": hf.get("layer_norm_eps", 1e-5),
-        "logit_scale": float(hf.get("logit_scale", 0.0625)),
-    }
+    own = {"norm_epsilon": hf.get("layer_norm_eps", 1e-5), "logit_scale": float(hf.get("logit_scale", 0.0625))}
     if hf["architectures"][0] != "Cohere2ForCausalLM":
         defaults = _COHERE | {"rope_theta": 5e5}
         return llama.own_config(hf, "Cohere", defaults=defaults) | own | {"qk_layernorm": bool(hf.get("use_qk_norm"))}

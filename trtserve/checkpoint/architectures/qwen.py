@@ -78,10 +78,7 @@ qwen2_names = replace(llama.NAMES, biases=frozenset({"qkv"}))
 # Qwen2-MoE (also Qwen1.5-MoE): Qwen2 with experts instead of the MLP, plus a shared expert.
 
 QWEN_EXPERTS = ExpertNames(
-    router="mlp.gate",
-    gate="mlp.experts.{}.gate_proj",
-    up="mlp.experts.{}.up_proj",
-    down="mlp.experts.{}.down_proj",
+    router="mlp.gate", gate="mlp.experts.{}.gate_proj", up="mlp.experts.{}.up_proj", down="mlp.experts.{}.down_proj"
 )
 qwen2_moe_decoder = llama.expert_decoder
 

@@ -188,10 +188,7 @@ class Recorder:
     def _request_records(self, plan: StepPlan, waiting: list[Sequence]) -> RequestsRecord:
         scheduled = {sequence for sequence, _ in plan.chunks} | set(plan.generations)
         stages = [
-            (
-                sequence,
-                RequestStage.GENERATION_IN_PROGRESS if sequence.generating else RequestStage.CONTEXT_IN_PROGRESS,
-            )
+            (sequence, RequestStage.GENERATION_IN_PROGRESS if sequence.generating else RequestStage.CONTEXT_IN_PROGRESS)
             for sequence in self._scheduler.active
         ]
         stages += [(sequence, RequestStage.QUEUED) for sequence in waiting]

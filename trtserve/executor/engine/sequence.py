@@ -62,10 +62,7 @@ class Beam:
 
     def extended(self, token: int, log_prob: float, origin: int) -> Beam:
         return Beam(
-            [*self.tokens, token],
-            [*self.log_probs, log_prob],
-            [*self.origins, origin],
-            self.cum_log_prob + log_prob,
+            [*self.tokens, token], [*self.log_probs, log_prob], [*self.origins, origin], self.cum_log_prob + log_prob
         )
 
     def ended(self, log_prob: float) -> Beam:
@@ -315,11 +312,7 @@ class Sequence:
         self.drawn = processor.drawable and self.width == 1 and not (self.uses_logits or self.single_step)
         if self.width > 1:
             self.search = BeamSearch(
-                self.parameters,
-                processor,
-                end_id=self.end_id,
-                max_tokens=self.max_tokens,
-                stop_words=self.stop_words,
+                self.parameters, processor, end_id=self.end_id, max_tokens=self.max_tokens, stop_words=self.stop_words
             )
 
     @property

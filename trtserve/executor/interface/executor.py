@@ -11,13 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from trtserve.executor.engine.limits import (
-    EngineLimits,
-    fit_to_cache,
-    kv_cache_blocks,
-    resolve_limits,
-    state_rows,
-)
+from trtserve.executor.engine.limits import EngineLimits, fit_to_cache, kv_cache_blocks, resolve_limits, state_rows
 from trtserve.executor.engine.loop import EngineLoop, RequestEngine
 from trtserve.executor.engine.model import Follower, ModelRunner, StatefulModel
 from trtserve.executor.interface.configs import ExecutorConfig, ModelType

@@ -12,13 +12,7 @@ import numpy as np
 
 from trtserve.executor.engine.limits import EngineLimits
 from trtserve.executor.engine.recorder import IterationRecord, RequestsRecord, SequenceRecord
-from trtserve.executor.engine.requests import (
-    FinishReason,
-    PromptLogProbs,
-    RequestMetrics,
-    RequestOutput,
-    RequestStage,
-)
+from trtserve.executor.engine.requests import FinishReason, PromptLogProbs, RequestMetrics, RequestOutput, RequestStage
 
 
 @dataclass(slots=True)

@@ -133,12 +133,7 @@ class GraphBuilder:
     """Builds the graph operation by operation; the methods follow the order of the decoder."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        sizes: Sizes,
-        weights: GraphWeights,
-        packing: Packing,
-        read: Callable[[int], object],
+        self, decoder: Decoder, sizes: Sizes, weights: GraphWeights, packing: Packing, read: Callable[[int], object]
     ) -> None:
         self.decoder = decoder
         self.sizes = sizes
@@ -322,12 +317,7 @@ class GraphBuilder:
             beyond = constant(np.array(decoder.long_rope.beyond, dtype=np.int64), LONG_ROPE_BEYOND)
             longer = decoder.long_rope.inv_freq, ops.greater(dimension(self._attention_mask, 1), beyond)
         return GraphRotation(
-            self._position_ids,
-            frequencies,
-            head=head,
-            interleaved=decoder.rope_interleaved,
-            scale=scale,
-            longer=longer,
+            self._position_ids, frequencies, head=head, interleaved=decoder.rope_interleaved, scale=scale, longer=longer
         )
 
     def _causal_mask(self, window: int | None) -> Any:

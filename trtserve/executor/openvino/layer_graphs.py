@@ -134,11 +134,7 @@ def _state_space(builder: GraphBuilder, flat: Any, name: str, layer: int, mixer:
     if mixer.time_limit is not None:
         steps = ops.clamp(steps, *mixer.time_limit)
     scanned = builder.states.operation(
-        "PagedSelectiveSSM",
-        [_negative_decay(builder, name), steps, b, x, c],
-        f"{layer}.heads",
-        mixer.tables[1],
-        [],
+        "PagedSelectiveSSM", [_negative_decay(builder, name), steps, b, x, c], f"{layer}.heads", mixer.tables[1], []
     )
     skip = ops.reshape(builder.weight(f"{name}.skip"), integers(mixer.heads, 1), False)
     result = ops.reshape(ops.add(scanned, ops.multiply(x, skip)), integers(-1, mixer.inner), False)

@@ -260,8 +260,7 @@ class _CappedAttention:
         )
         kv_heads = of_keys // self._head
         query = ops.transpose(
-            self._shaped(node.input_value(_QUERY), -1, kv_heads, width // of_keys, self._head),
-            integers(0, 2, 3, 1, 4),
+            self._shaped(node.input_value(_QUERY), -1, kv_heads, width // of_keys, self._head), integers(0, 2, 3, 1, 4)
         )
         keys, values = (
             self._states(node.input_value(number), kv_heads, f"{kind}_cache.{layer}")

@@ -129,10 +129,7 @@ class _Expected:
         """Return shape and type (None: config.json's) of each tensor on a rank."""
         stage, tp_rank = divmod(rank, self.tp_size)
         return {
-            name_in_stage(target, self.stages): (
-                shard(target, self.tp_size, tp_rank, self.ep_size).shape,
-                target.dtype,
-            )
+            name_in_stage(target, self.stages): (shard(target, self.tp_size, tp_rank, self.ep_size).shape, target.dtype)
             for target in self._targets
             if stage_of(target, self.stages) == stage
         }

@@ -376,8 +376,7 @@ def small_pages(_: Repository, model: ModelFolder) -> Iterator[Finding]:
     largest = whole_number(model.parameters.get("lora_cache_max_adapter_size") or "64")
     if model.engine.plugin_keys.get("lora_plugin") and largest is not None and largest < built:
         yield model.finding(
-            f"lora_cache_max_adapter_size is {largest}; the engine takes ranks up to {built}.",
-            f"Set it to {built}.",
+            f"lora_cache_max_adapter_size is {largest}; the engine takes ranks up to {built}.", f"Set it to {built}."
         )
 
 
