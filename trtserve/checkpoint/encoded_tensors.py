@@ -28,8 +28,7 @@ _FLOATS = frozenset({"F32", "F16", "BF16"})
 _LARGEST_STATE = 1 << 16
 # Tensors beside a matrix that change no weight: scales of its inputs, and sizes that its shape says too.
 _BESIDE = ("input_scale", "input_global_scale", "input_zero_point", "weight_shape", "weight_format", "input_scale_ub")
-# Scales of an 8-bit KV cache.
-_CACHE = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".output_scale")
+_CACHE = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".output_scale")  # scales of an 8-bit KV cache
 
 
 def encoded(

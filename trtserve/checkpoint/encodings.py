@@ -36,8 +36,7 @@ EXPONENTS = frozenset({"F8_E8M0", "U8"})
 _SCALE_BIAS, _NO_NUMBER = 127, 255
 # e2m1: a sign, two bits of exponent, one of mantissa.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-# AWQ: the output of each nibble of a word.
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AWQ: the output of each nibble of a word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +85,7 @@ class Encoding(ABC):
     codes: StoredTensor
     first_row: int = 0
 
-    code = "F32"
-    """The narrowest type that holds the values: a safetensors type."""
+    code = "F32"  # the narrowest type that holds the values: a safetensors type
 
     @property
     @abstractmethod

@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-# PyTorch's products with FP8 codes take matrices whose sizes are multiples of this.
-_MULTIPLE = 16
-# Codes that are not numbers, without their sign.
-_NO_NUMBER = 0x7F
+_MULTIPLE = 16  # PyTorch's products with FP8 codes take matrices whose sizes are multiples of this
+_NO_NUMBER = 0x7F  # codes that are not numbers, without their sign
 
 
 @dataclass(frozen=True, kw_only=True)

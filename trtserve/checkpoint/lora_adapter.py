@@ -54,8 +54,7 @@ _TENSOR = re.compile(
 )
 # Names, with what cannot make a regular expression slow: repetitions and groups are what can.
 _PLAIN_PATTERN = re.compile(r"[^*+?{}()]*")
-PATTERN_SECONDS = 5
-"""Seconds in which the patterns of an adapter must be matched with the names of its modules."""
+PATTERN_SECONDS = 5  # seconds in which the patterns of an adapter must be matched with the names of its modules
 _MOST_PATTERNS = 10_000
 _LONGEST_PATTERN = 1000
 _LARGEST_ALPHA = 1e9

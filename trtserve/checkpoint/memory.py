@@ -12,8 +12,7 @@ from trtserve.checkpoint.quantized import FP8, group_size, is_excluded, is_quant
 from trtserve.checkpoint.sharding import matrix, shard, stage_layers, stage_of
 from trtserve.specs.runtime import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, Limits, weights_precision
 
-ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes of a number by the dtype of a checkpoint."""
+ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of a number by the dtype of a checkpoint
 PRECISIONS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 """The same types as precisions of arithmetic and KV cache."""
 
@@ -22,8 +21,7 @@ _KV_ITEM_SIZE = {"f32": 4, "f16": 2, "bf16": 2}
 # [heads, 32 + 8, size]; values per token, [heads, 32, size + 8].
 _U8_EXTRA = 8
 _U8_BLOCK = 32
-# Bits per code.
-_BITS = {"int8": 8, "int4": 4, "fp8": 8}
+_BITS = {"int8": 8, "int4": 4, "fp8": 8}  # bits per code
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,11 +30,9 @@ if TYPE_CHECKING:
 _ROWS, _TILE = 32, 64
 _INTERLEAVED = 4
 HOPPER = 90
-EXPERTS_GPU_SM = 80
-"""The matrices of experts have the order of Ampere on every GPU."""
+EXPERTS_GPU_SM = 80  # the matrices of experts have the order of Ampere on every GPU
 _OLDEST = 75
-# GPUs from this compute capability on use Ampere's layout again.
-_LIKE_AMPERE = 120
+_LIKE_AMPERE = 120  # GPUs from this compute capability on use Ampere's layout again
 
 
 def require_gpu_sm(gpu_sm: int) -> None:
@@ -107,14 +105,12 @@ GPTQ, AWQ, FP8 = "W4A16_GPTQ", "W4A16_AWQ", "FP8"
 FP8_ROWS, FP8_BLOCKS = "FP8_PER_CHANNEL_PER_TOKEN", "FP8_BLOCK_SCALES"
 FP8_BY_TOKEN = (FP8_ROWS, FP8_BLOCKS)
 """FP8 whose inputs are rounded with scales of each token: a scale for each output, or for blocks of FP8_BLOCK²."""
-FP8_BLOCK = 128
-"""Outputs and inputs of a block with a scale."""
+FP8_BLOCK = 128  # outputs and inputs of a block with a scale
 
 # Layout of 4-bit weights when the checkpoint does not name one: Ampere's and Ada's.
 _DEFAULT_GPU_SM = 80
 _ZERO = 8
-# Group sizes for int4 made from floats: the first that divides the inputs.
-INT4_GROUPS = (256, 128, 64, 32)
+INT4_GROUPS = (256, 128, 64, 32)  # group sizes for int4 made from floats: the first that divides the inputs
 # Routers, shared-expert gates and norms with a row for each head stay unquantised.
 _NEVER_QUANTISED = (
     "mlp.router.weight", "mlp.shared_expert_gate.weight", "attention.kv_b.weight", "mixer.conv.weight",

@@ -24,8 +24,7 @@ from trtserve.files import LARGEST_TEXT, is_below, read_json_object
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-GGUF = "model.gguf"
-"""Weights of a folder that was made of a GGUF file."""
+GGUF = "model.gguf"  # weights of a folder that was made of a GGUF file
 # Older exports of ModelOpt and AutoGPTQ describe the quantisation in a separate file.
 _QUANTISATION_BESIDE = (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gptq"))
 
@@ -39,8 +38,7 @@ _TEXT_PREFIXES = (
 )
 
 _AGAIN = "Import the model again, or download the file again."
-# Bytes compared at a time.
-_PART = 8 << 20
+_PART = 8 << 20  # bytes compared at a time
 # Suffixes of weight formats that are not read here.
 _FOREIGN = ("*.bin", "*.pth", "*.pt", "*.gguf", "*.h5", "*.msgpack", "*.nemo", "*.safetensors")
 

@@ -27,15 +27,13 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-# Small enough to fit a core's cache together with the cast result.
-CHUNK = 256 << 10
+CHUNK = 256 << 10  # small enough to fit a core's cache together with the cast result
 # The page cache uses folios as large as a write. This size beats copy_file_range, which moves 64 KiB at a time. Larger
 # writes took up to six times the CPU time in a virtual machine that returns free memory to its host in 2 MiB pieces,
 # because large folios come from such pieces (2.2 GB: 0.51 s at 128 KiB, 2.5 s at 512 KiB, cp 0.56 s).
 _WRITTEN = 128 << 10
 _CHUNKS_OF_JOB = 16
-# Source bytes that justify one more process, which takes some milliseconds to start.
-WORTH = 16 << 20
+WORTH = 16 << 20  # source bytes that justify one more process, which takes some milliseconds to start
 
 
 @dataclass(frozen=True, kw_only=True)

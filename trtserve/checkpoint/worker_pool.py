@@ -28,12 +28,9 @@ J = TypeVar("J")
 Worker = Callable[[J], int]
 _Failure = tuple[int, Exception]
 
-# Reading and writing files in the page cache is memory-bound; a few cores saturate it.
-_MOST = 4
-# Failures outside any job sort after those of jobs.
-_LAST = sys.maxsize
-# Bytes of the lock file; each byte is a lock.
-_NEXT, _ALONE = 0, 1
+_MOST = 4  # reading and writing files in the page cache is memory-bound; a few cores saturate it
+_LAST = sys.maxsize  # failures outside any job sort after those of jobs
+_NEXT, _ALONE = 0, 1  # bytes of the lock file; each byte is a lock
 
 
 def worker_count() -> int:

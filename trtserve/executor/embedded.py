@@ -233,8 +233,7 @@ def _require_module(config: CheckpointConfig, name: str) -> None:
     )
 
 
-# The TensorRT-LLM release whose config.json format is used.
-_CONFIG_RELEASE = f"{LAST_WITH_ENGINES}.0"
+_CONFIG_RELEASE = f"{LAST_WITH_ENGINES}.0"  # the TensorRT-LLM release whose config.json format is used
 
 # Keys of TensorRT-LLM's plugin_config besides dtype and tokens_per_block: plugins and switches.
 _PLUGINS = (

@@ -29,8 +29,7 @@ class ModelLoader:
     module: str
     """The module whose `load_model(engine, options)` returns a `ModelRunner` or a `RequestEngine`; only loading an
     engine imports it."""
-    files: tuple[str, ...]
-    """The files of an engine besides `config.json`, for each rank."""
+    files: tuple[str, ...]  # the files of an engine besides `config.json`, for each rank
     names_tops: bool = False
     """Whether it returns the most likely tokens with log-probabilities; elsewhere they follow from logits."""
     draws_without_seed: bool = False

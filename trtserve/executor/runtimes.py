@@ -30,8 +30,7 @@ RUNTIMES: dict[str, Runtime] = {
     "openvino": OpenvinoRuntime(),
 }
 
-CPU_RUNTIME: RuntimeName = "openvino"
-"""What `auto` means on a machine without NVIDIA GPUs."""
+CPU_RUNTIME: RuntimeName = "openvino"  # what `auto` means on a machine without NVIDIA GPUs
 
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
@@ -104,8 +103,7 @@ def has_nvidia_gpu() -> bool:
     return (_NVIDIA_GPUS.is_dir() and any(_NVIDIA_GPUS.iterdir())) or bool(list_gpus())
 
 
-# Fewer tokens only slow down prompts.
-_FEWEST_TOKENS = 256
+_FEWEST_TOKENS = 256  # fewer tokens only slow down prompts
 
 
 def usual_steps(batch: int, tokens: int, *, beams: int = 1) -> Iterator[tuple[int, int]]:

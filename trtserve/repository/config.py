@@ -30,8 +30,7 @@ class ConfigOptions:
 
     max_batch_size: int
     decoupled: bool
-    backend: str = "python"
-    """Backend of the core model."""
+    backend: str = "python"  # backend of the core model
     max_queue_size: int = 0
     max_queue_delay_microseconds: int = 0
     # Triton data types without the TYPE_ prefix.
@@ -39,10 +38,8 @@ class ConfigOptions:
     encoder_input_features_data_type: str = "FP16"
     prompt_embedding_table_data_type: str = "FP16"
     lora_weights_data_type: str = "FP16"
-    parameters: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Model → parameter → text."""
-    instance_counts: Mapping[str, int] = field(default_factory=dict)
-    """Model → number of instances."""
+    parameters: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # model → parameter → text
+    instance_counts: Mapping[str, int] = field(default_factory=dict)  # model → number of instances
     model_names: Mapping[str, str] = field(default_factory=dict)
     """Model of the profile → its name in the repository, where that differs."""
     keep_unset: bool = True

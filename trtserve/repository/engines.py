@@ -121,10 +121,8 @@ class Installation:
 
     tensorrt_llm: str | None = None
     tensorrt: str | None = None
-    sm: str | None = None
-    """Compute capability of the GPUs: `9.0` or `90`."""
-    gpu: str | None = None
-    """Name of the GPUs."""
+    sm: str | None = None  # compute capability of the GPUs: `9.0` or `90`
+    gpu: str | None = None  # name of the GPUs
 
 
 def require_matching(
@@ -251,8 +249,7 @@ def _digits(sm: str) -> str:
     return "".join(letter for letter in sm if letter.isdigit())
 
 
-# The new repository is for another TensorRT-LLM.
-_WITHOUT = ("release", "trtllm_version")
+_WITHOUT = ("release", "trtllm_version")  # the new repository is for another TensorRT-LLM
 
 
 def remake_command(repository: Path, core: CoreModel, *, container: str | None = None) -> str | None:

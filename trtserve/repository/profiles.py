@@ -17,8 +17,7 @@ from trtserve.repository.tables import load_model, read_releases, rows_of
 
 Kind = Literal["bool", "int", "float", "words", "path", "list", "text"]
 
-CLASSES_FILE = "parameter_classes.json"
-"""File next to a model's program: the parameters that it ignores or refuses."""
+CLASSES_FILE = "parameter_classes.json"  # file next to a model's program: the parameters that it ignores or refuses
 
 _NUMBER = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _TREE = re.compile(r"\{[0-9]+(, *[0-9]+)*\}(, *\{[0-9]+(, *[0-9]+)*\})*")  # NVIDIA's own guide has blanks in it
@@ -32,8 +31,7 @@ class Values:
     """The texts that a parameter takes, in every runtime."""
 
     kind: Kind
-    expected: str
-    """The values in words, for error messages."""
+    expected: str  # the values in words, for error messages
     accepts: Callable[[str], bool]
     """Whether a text is one of them. Texts that NVIDIA's backend would ignore with a warning are not."""
     choices: tuple[str, ...] = ()
@@ -47,14 +45,10 @@ class OpenvinoSupport:
     kind: Literal["effective", "ignored", "refused"] = "effective"
     """`ignored` values change nothing, so that one repository serves a laptop and a GPU; `refused` ones would change
     results, so the model does not load."""
-    why: str = ""
-    """Why it is ignored or refused."""
-    refused_values: tuple[str, ...] = ()
-    """The values that are refused; empty: every value."""
-    accepted_values: tuple[str, ...] = ()
-    """Values that are not refused, because they ask for nothing."""
-    differs: str = ""
-    """How accepted values differ from TensorRT-LLM."""
+    why: str = ""  # why it is ignored or refused
+    refused_values: tuple[str, ...] = ()  # the values that are refused; empty: every value
+    accepted_values: tuple[str, ...] = ()  # values that are not refused, because they ask for nothing
+    differs: str = ""  # how accepted values differ from TensorRT-LLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +58,11 @@ class Parameter(Row):
     name: str
     values: Values
     meaning: str
-    default: str = ""
-    """What no value means, in words."""
-    unset: str = ""
-    """The text in config.pbtxt when nothing is set."""
+    default: str = ""  # what no value means, in words
+    unset: str = ""  # the text in config.pbtxt when nothing is set
     support: OpenvinoSupport = OpenvinoSupport()
-    required: bool = False
-    """Whether it must have a value."""
-    needs_key: bool = False
-    """Whether NVIDIA's C++ backend needs the key, even without a value."""
+    required: bool = False  # whether it must have a value
+    needs_key: bool = False  # whether NVIDIA's C++ backend needs the key, even without a value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +72,8 @@ class ConfigField:
     name: str
     meaning: str
     kind: Kind = "int"
-    types: tuple[str, ...] = ()
-    """Triton data types (without TYPE_) that it takes, if it is a data type."""
-    flag: str = ""
-    """The option that sets it; empty: `--set`."""
+    types: tuple[str, ...] = ()  # Triton data types (without TYPE_) that it takes, if it is a data type
+    flag: str = ""  # the option that sets it; empty: `--set`
 
 
 @cache
@@ -254,15 +242,13 @@ def _share(*, zero: bool) -> Values:
 
 
 CORE = "tensorrt_llm"
-DRAFT = "tensorrt_llm_draft"
-"""A second core model, in repositories for speculative decoding."""
+DRAFT = "tensorrt_llm_draft"  # a second core model, in repositories for speculative decoding
 
 BLS = "tensorrt_llm_bls"
 ENSEMBLE = "ensemble"
 PREPROCESSING = "preprocessing"
 POSTPROCESSING = "postprocessing"
-LLMAPI_SINCE = "0.19"
-"""The first release with a model for the LLM API."""
+LLMAPI_SINCE = "0.19"  # the first release with a model for the LLM API
 
 MODELS = (PREPROCESSING, CORE, POSTPROCESSING, ENSEMBLE, BLS)
 
@@ -272,13 +258,10 @@ class TensorSpec(Row):
     """One input or output of a model."""
 
     name: str
-    type: str
-    """Triton's type without the TYPE_ prefix, or a name such as `$logits` for one that the repository chooses."""
-    dims: tuple[int, ...]
-    """Without the batch axis; -1 is variable."""
+    type: str  # Triton's type without the TYPE_ prefix, or a name such as `$logits` for one that the repository chooses
+    dims: tuple[int, ...]  # without the batch axis; -1 is variable
     optional: bool = False
-    scalar: bool = False
-    """`reshape { }`: the model sees [batch] where the client sends [batch, 1]."""
+    scalar: bool = False  # `reshape { }`: the model sees [batch] where the client sends [batch, 1]
     ragged: bool = False
 
 
@@ -286,8 +269,7 @@ class TensorSpec(Row):
 class Link(Row):
     """One line of the input or output map of an ensemble step."""
 
-    name: str
-    """TensorSpec of the step's model."""
+    name: str  # TensorSpec of the step's model
     ensemble_tensor: str
 
 
@@ -313,10 +295,8 @@ class ModelProfile:
 class Profile:
     """The five models of one release, or of all releases together."""
 
-    release: str
-    """The release whose outputs, parameters and executor keywords are used."""
-    union: bool
-    """Whether the inputs are those of all releases, so that clients of each of them work."""
+    release: str  # the release whose outputs, parameters and executor keywords are used
+    union: bool  # whether the inputs are those of all releases, so that clients of each of them work
     models: Mapping[str, ModelProfile]
 
 

@@ -175,8 +175,7 @@ def write_model(folder: Path, template: str, table: Profile, options: ConfigOpti
 
 
 VERSION = "1"
-PACKAGE = "trtserve_models"
-"""Name of the copied package with a model's program, in the version folder of each model."""
+PACKAGE = "trtserve_models"  # name of the copied package with a model's program, in the version folder of each model
 
 TOKENIZER = f"{PREPROCESSING}/{VERSION}/tokenizer"
 ENGINE = f"{CORE}/{VERSION}"

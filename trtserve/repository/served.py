@@ -27,32 +27,21 @@ class ServedRepository:
     """What a repository will serve, as read from its files."""
 
     models: tuple[str, ...]
-    model: str
-    """The text model that clients call by default."""
-    backends: frozenset[str]
-    """The Triton backends that the models need."""
-    streaming: bool
-    """Whether the default model or the core model is decoupled."""
+    model: str  # the text model that clients call by default
+    backends: frozenset[str]  # the Triton backends that the models need
+    streaming: bool  # whether the default model or the core model is decoupled
     engine: EngineConfig = field(default_factory=EngineConfig)
     """The config.json of the first core model's engine, or a config without content."""
-    engine_bytes: int = 0
-    """Size of the weights, including the draft model's."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """The facts of the manifest."""
+    engine_bytes: int = 0  # size of the weights, including the draft model's
+    facts: Mapping[str, Any] = field(default_factory=dict)  # the facts of the manifest
     ignored_parameters: tuple[str, ...] = ()
     """Parameters with a value that the runtime ignores; those of the core model without `tensorrt_llm.`."""
-    kv_tokens: int | None = None
-    """Size of the KV cache in tokens, if a parameter sets it."""
-    draft: EngineConfig = field(default_factory=EngineConfig)
-    """The config.json of the draft model's engine."""
-    instances: Mapping[str, int] = field(default_factory=dict)
-    """Model → number of processes."""
-    python_models: frozenset[str] = frozenset()
-    """Models that run in Python stubs."""
-    tokenizer_bytes: int = 0
-    """Size of tokenizer.json."""
-    core_models: tuple[CoreModel, ...] = ()
-    """The models that run an engine or an LLM, that of `engine` first."""
+    kv_tokens: int | None = None  # size of the KV cache in tokens, if a parameter sets it
+    draft: EngineConfig = field(default_factory=EngineConfig)  # the config.json of the draft model's engine
+    instances: Mapping[str, int] = field(default_factory=dict)  # model → number of processes
+    python_models: frozenset[str] = frozenset()  # models that run in Python stubs
+    tokenizer_bytes: int = 0  # size of tokenizer.json
+    core_models: tuple[CoreModel, ...] = ()  # the models that run an engine or an LLM, that of `engine` first
 
     @property
     def runtime(self) -> str | None:
@@ -203,19 +192,14 @@ class CoreModel:
     backend: Backend
     engine: Path | None = None
     """The engine's folder, or None when it is not on this machine (a path of another container) or there is none."""
-    config: EngineConfig = field(default_factory=EngineConfig)
-    """The engine's config.json."""
+    config: EngineConfig = field(default_factory=EngineConfig)  # the engine's config.json
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The model.yaml of llmapi, or the model.json of NVIDIA's backend `vllm`."""
-    world_size: int = 1
-    """Ranks of one instance."""
+    world_size: int = 1  # ranks of one instance
     instances: int = 1
-    gpu_device_ids: Groups = ()
-    """One group per instance, or empty when the parameter is not set."""
-    participant_ids: Groups = ()
-    """One group per instance, or empty when the parameter is not set."""
-    worker: str = ""
-    """executor_worker_path, or empty when it is not set."""
+    gpu_device_ids: Groups = ()  # one group per instance, or empty when the parameter is not set
+    participant_ids: Groups = ()  # one group per instance, or empty when the parameter is not set
+    worker: str = ""  # executor_worker_path, or empty when it is not set
     origin: Mapping[str, str] = field(default_factory=dict)
     """Where the engine was built, if a manifest says: versions of `tensorrt_llm`, `tensorrt`, `cuda` and `driver`, and
     the `gpu` with its `sm`."""

@@ -25,8 +25,7 @@ from trtserve.repository.profiles import (
 from trtserve.repository.tables import releases_text
 from trtserve.specs import RepositorySpec
 
-# Of the core model.
-_RENAMED = {"batching_strategy": "gpt_model_type", "engine_dir": "gpt_model_path"}
+_RENAMED = {"batching_strategy": "gpt_model_type", "engine_dir": "gpt_model_path"}  # of the core model
 # Fields of RepositorySpec that set the same as --set KEY.
 _NAMED = {
     "batching_strategy": "gpt_model_type",
@@ -45,10 +44,8 @@ _NAMED = {
 class Settings:
     """Settings by where they belong."""
 
-    parameters: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Model → parameter → text."""
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of ConfigOptions."""
+    parameters: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # model → parameter → text
+    variables: Mapping[str, Any] = field(default_factory=dict)  # fields of ConfigOptions
 
 
 def settings_of(spec: RepositorySpec) -> dict[str, str]:
@@ -101,8 +98,7 @@ class Given:
 
     key: str
     value: str
-    option: str | None = None
-    """The option that set it, or None for `--set`."""
+    option: str | None = None  # the option that set it, or None for `--set`
 
     @property
     def name(self) -> str:

@@ -95,10 +95,8 @@ _LINEAGES: dict[str, dict[str, str]] = {
     },
     "sigmoid_experts": {"Dots1ForCausalLM": "dots1", "MiniMaxM2ForCausalLM": "minimax_m2", "AfmoeForCausalLM": "afmoe"},
 }  # fmt: skip
-FAMILIES = {name: ours for families in _LINEAGES.values() for name, ours in families.items()}
-"""Architecture → family."""
-LINEAGE = {ours: module for module, families in _LINEAGES.items() for ours in families.values()}
-"""Family → module."""
+FAMILIES = {name: ours for families in _LINEAGES.values() for name, ours in families.items()}  # architecture → family
+LINEAGE = {ours: module for module, families in _LINEAGES.items() for ours in families.values()}  # family → module
 
 # Other names in TensorRT-LLM's checkpoints.
 _CHECKPOINT_NAMES = {"GPTForCausalLM": "gpt2", "Gemma3ForConditionalGeneration": "gemma3"}

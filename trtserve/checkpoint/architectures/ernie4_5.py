@@ -42,8 +42,7 @@ _ERNIE4_5_MOE: dict[str, Any] = {
     "moe_num_shared_experts": 2, "moe_intermediate_size": 1536, "moe_layer_start_index": 1,
     "moe_layer_end_index": -1, "moe_layer_interval": 1, "moe_norm_min": 1e-12,
 }  # fmt: skip
-# No sum of chosen probabilities comes near it.
-_SMALLEST_SUM = 1e-9
+_SMALLEST_SUM = 1e-9  # no sum of chosen probabilities comes near it
 
 
 def ernie4_5_moe_checkpoint_config(hf: HfConfig) -> dict[str, Any]:

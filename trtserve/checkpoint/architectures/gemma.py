@@ -144,8 +144,7 @@ _SIZES = {
 
 _BASE, _LOCAL_BASE = 1_000_000.0, 10_000.0
 _PATTERN, _WINDOW = 6, 4096
-# Releases before 1.1 use the second name.
-_PATTERN_KEYS = ("_sliding_window_pattern", "sliding_window_pattern")
+_PATTERN_KEYS = ("_sliding_window_pattern", "sliding_window_pattern")  # releases before 1.1 use the second name
 
 
 def gemma3_checkpoint_config(hf: HfConfig) -> dict[str, Any]:

@@ -31,8 +31,7 @@ from trtserve.checkpoint.architectures.parts.positions import (
     window_keys,
 )
 
-Windows = Sequence[int | None]
-"""Of each layer in tokens; None: full attention."""
+Windows = Sequence[int | None]  # of each layer in tokens; None: full attention
 
 
 NAMES = SourceNames(

@@ -29,8 +29,7 @@ from trtserve.checkpoint.architectures.parts.positions import (
 
 # Mistral: Llama with a sliding window.
 
-# transformers' default for an absent key; null in the config disables the window.
-_DEFAULT_WINDOW = 4096
+_DEFAULT_WINDOW = 4096  # transformers' default for an absent key; null in the config disables the window
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:

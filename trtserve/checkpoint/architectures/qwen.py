@@ -138,8 +138,7 @@ def qwen2_moe_names(config: CheckpointConfig) -> SourceNames:
 
 # Qwen3: Llama with queries and keys normalised per head.
 
-# transformers' default, independent of the hidden size.
-_HEAD_SIZE = 128
+_HEAD_SIZE = 128  # transformers' default, independent of the hidden size
 
 
 def qwen3_checkpoint_config(hf: HfConfig) -> dict[str, Any]:

@@ -22,8 +22,7 @@ class Span:
     sequence: Sequence
     first: int
     count: int
-    past: int
-    """The sequence's tokens before the step."""
+    past: int  # the sequence's tokens before the step
 
 
 @dataclass(slots=True)
@@ -31,14 +30,10 @@ class BatchedStep:
     """The inputs of a step, and the sequences that the rows of its logits belong to."""
 
     inputs: StepInputs
-    sampled: list[Sequence]
-    """Row i of the logits gives the next token of `sampled[i]`."""
-    begins: int
-    """How many of `sampled`, from the first, have just finished their context."""
-    spans: list[Span]
-    """The rows of beams and drafts, after those of `sampled`."""
-    contexts: list[Span]
-    """Rows whose logits the request asked for, from token `past` of the prompt on."""
+    sampled: list[Sequence]  # row i of the logits gives the next token of `sampled[i]`
+    begins: int  # how many of `sampled`, from the first, have just finished their context
+    spans: list[Span]  # the rows of beams and drafts, after those of `sampled`
+    contexts: list[Span]  # rows whose logits the request asked for, from token `past` of the prompt on
 
 
 @dataclass(slots=True)
@@ -47,10 +42,8 @@ class _Cursor:
 
     sequences: int = 0
     tokens: int = 0
-    longest: int = 0
-    """The longest context."""
-    rows: list[int] = field(default_factory=list)
-    """Tokens whose logits are needed."""
+    longest: int = 0  # the longest context
+    rows: list[int] = field(default_factory=list)  # tokens whose logits are needed
     sampled: list[Sequence] = field(default_factory=list)
     groups: list[tuple[Sequence, int, int]] = field(default_factory=list)
     """(sequence, first token, tokens) of beams and drafts."""

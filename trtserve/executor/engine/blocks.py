@@ -12,8 +12,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-DEFAULT_PRIORITY = 35
-"""Priority of a block without a retention config, as in TensorRT-LLM."""
+DEFAULT_PRIORITY = 35  # priority of a block without a retention config, as in TensorRT-LLM
 
 _TOKEN = np.dtype([("token", ">i4"), ("extra", ">u8")])
 _UNIT = _TOKEN.itemsize
@@ -25,10 +24,8 @@ _E = TypeVar("_E", bound="tuple[float, int, int]")
 class Retention:
     """How long a free block is kept."""
 
-    priority: int = DEFAULT_PRIORITY
-    """0 … 100; the lowest is evicted first."""
-    duration: float | None = None
-    """Seconds after which the priority becomes the default one."""
+    priority: int = DEFAULT_PRIORITY  # 0 … 100; the lowest is evicted first
+    duration: float | None = None  # seconds after which the priority becomes the default one
 
 
 DEFAULT_RETENTION = Retention()
@@ -48,18 +45,15 @@ class Node:
     """A block with known contents; a root stands for no tokens."""
 
     block: int
-    key: bytes
-    """Its encoded tokens, which follow those of the parent."""
+    key: bytes  # its encoded tokens, which follow those of the parent
     parent: Node | None
     retention: Retention = DEFAULT_RETENTION
     children: dict[bytes, Node] = field(default_factory=dict)
     order: list[bytes] = field(default_factory=list)
     """Sorted keys of the children; the longest common beginning is next to a key's place."""
     free: bool = False
-    used: int = 0
-    """Counter value when the block became free."""
-    state: int | None = None
-    """The row with the state after its last token, in models with states."""
+    used: int = 0  # counter value when the block became free
+    state: int | None = None  # the row with the state after its last token, in models with states
 
     @property
     def free_leaf(self) -> bool:
@@ -71,10 +65,8 @@ class Node:
 class Match:
     """The known beginning of a context."""
 
-    nodes: list[Node]
-    """Whole blocks."""
-    partial: Node | None = None
-    """A block that begins with the next `partial_tokens` tokens."""
+    nodes: list[Node]  # whole blocks
+    partial: Node | None = None  # a block that begins with the next `partial_tokens` tokens
     partial_tokens: int = 0
 
 

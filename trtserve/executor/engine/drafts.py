@@ -33,10 +33,8 @@ _ACCEPTANCE_STREAM = 0x5DEECE66D
 class DraftLogits:
     """The logits of the draft model."""
 
-    logits: npt.NDArray[np.float32]
-    """f32[k, V]"""
-    threshold: float | None = None
-    """Acceptance threshold; None draws one for each token."""
+    logits: npt.NDArray[np.float32]  # f32[k, V]
+    threshold: float | None = None  # acceptance threshold; None draws one for each token
 
 
 @dataclass(slots=True)
@@ -44,10 +42,8 @@ class VerifiedDraft:
     """Result of verifying draft tokens."""
 
     reason: FinishReason
-    accepted: int
-    """Number of accepted draft tokens."""
-    token: int
-    """The last token; negative if none could be chosen."""
+    accepted: int  # number of accepted draft tokens
+    token: int  # the last token; negative if none could be chosen
 
 
 def verify_draft(
@@ -139,10 +135,8 @@ def _random(row: SamplingRow, stream: int = 0) -> float:
 _FIRST_CHANCES = (0.0, 0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
 _LONGEST = len(_FIRST_CHANCES) - 1
 _LEARNING_RATE = 0.125
-# Earlier places of the last two tokens that a look-up compares.
-_CANDIDATES = 8
-# Drafts must promise this much more speed than the step has without them: the costs are measured.
-_REQUIRED_GAIN = 1.02
+_CANDIDATES = 8  # earlier places of the last two tokens that a look-up compares
+_REQUIRED_GAIN = 1.02  # drafts must promise this much more speed than the step has without them: the costs are measured
 
 
 class NgramDrafter:

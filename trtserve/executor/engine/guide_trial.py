@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 LIMITS = {"max_items_in_row": 1000, "step_max_items": 20_000, "step_lexer_fuel": 200_000, "max_lexer_states": 50_000}
 """llguidance's limits of the work for one token; its own are higher, and allow steps of more than a second."""
-FIRST_SECONDS = 0.5
-"""Seconds of CPU time that the tokens of a guide may take together, besides TOKEN_SECONDS for each."""
+FIRST_SECONDS = 0.5  # seconds of CPU time that the tokens of a guide may take together, besides TOKEN_SECONDS for each
 TOKEN_SECONDS = 0.02
 
 _ANY_OBJECT = '{"type": "object"}'
@@ -221,14 +220,10 @@ def _plain_escape(escape: re.Match[str], special: str) -> str:
     return character if character >= " " else f"\\x{ord(character):02x}"
 
 
-FIRST_LOOK_SECONDS = 0.2
-"""Seconds of CPU time for which other guides wait while one is compiled."""
-GUIDE_SECONDS = 2.0
-"""Seconds of CPU time in which a guide must be compiled."""
-GUIDE_MEMORY = 256 << 20
-"""Bytes of memory that compiling a guide may need."""
-KEPT_MEMORY = 64 << 20
-"""Bytes of memory that a compiled guide may keep."""
+FIRST_LOOK_SECONDS = 0.2  # seconds of CPU time for which other guides wait while one is compiled
+GUIDE_SECONDS = 2.0  # seconds of CPU time in which a guide must be compiled
+GUIDE_MEMORY = 256 << 20  # bytes of memory that compiling a guide may need
+KEPT_MEMORY = 64 << 20  # bytes of memory that a compiled guide may keep
 
 _WAITED = 10  # times as long, where other processes have the CPU
 _STACK = 2 << 20  # less than any thread of the engine that uses guides has

@@ -46,12 +46,9 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float32]
 TokenBits = npt.NDArray[np.uint32]
 
-LONGEST_GUIDE = 128 << 10
-"""Bytes of a guide."""
-CACHED_BYTES = 256 << 20
-"""Bytes of memory of the compiled guides that are kept for further requests, about."""
-LONGEST_QUEUE = 64
-"""Different guides that may be compiled or wait for that."""
+LONGEST_GUIDE = 128 << 10  # bytes of a guide
+CACHED_BYTES = 256 << 20  # bytes of memory of the compiled guides that are kept for further requests, about
+LONGEST_QUEUE = 64  # different guides that may be compiled or wait for that
 
 _NOT_SET_UP = (
     "Request is specified with GuidedDecodingParams, but GuidedDecoder is not setup. "
@@ -77,8 +74,7 @@ class CompiledGuide:
 
     matcher: LLMatcher | None = None
     error: str | None = None
-    size: int = 0
-    """Bytes of memory, about."""
+    size: int = 0  # bytes of memory, about
 
 
 UNGUIDED = CompiledGuide()
@@ -92,8 +88,7 @@ class _Job:
     source: GuideSource
     waiting: list[tuple[Done, Wanted]] = field(default_factory=list)
     begun: bool = False
-    late: bool = False
-    """Whether it takes longer than others may wait for it."""
+    late: bool = False  # whether it takes longer than others may wait for it
 
 
 class GuideFactory:

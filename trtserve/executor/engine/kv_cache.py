@@ -80,26 +80,20 @@ Int64s = npt.NDArray[np.int64]
 class CacheKey:
     """What identifies the reusable blocks of a sequence."""
 
-    tokens: Int64s
-    """i64[n], the context when the sequence starts."""
-    extra_ids: tuple[int, ...] | None = None
-    """One per prompt token; tells apart the rows of different prompt tables."""
+    tokens: Int64s  # i64[n], the context when the sequence starts
+    extra_ids: tuple[int, ...] | None = None  # one per prompt token; tells apart the rows of different prompt tables
     adapter: int | None = None
     salt: int | None = None
     retention: RetentionRules | None = None
-    reusable: bool = True
-    """Whether blocks of other sequences may be reused."""
-    stored: bool = True
-    """Whether its own blocks are kept for others."""
+    reusable: bool = True  # whether blocks of other sequences may be reused
+    stored: bool = True  # whether its own blocks are kept for others
 
 
 class Allocation(NamedTuple):
     """Blocks of a sequence that starts."""
 
-    slots: tuple[int, ...]
-    """Rows of the block table, one per beam."""
-    reused_tokens: int
-    """Tokens of the context that are in the cache already."""
+    slots: tuple[int, ...]  # rows of the block table, one per beam
+    reused_tokens: int  # tokens of the context that are in the cache already
 
 
 @dataclass(slots=True)
@@ -107,8 +101,7 @@ class _StoredPrefix:
     """The beginning of a running sequence that is in the tree."""
 
     key: CacheKey
-    last: Node
-    """The node of its last block."""
+    last: Node  # the node of its last block
     blocks: int
 
 

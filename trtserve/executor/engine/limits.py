@@ -32,12 +32,9 @@ class KvCacheOptions:
     """Size and reuse of the KV cache."""
 
     max_tokens: int | None = None
-    free_fraction: float | None = None
-    """Largest part of the free memory."""
-    max_bytes: int = 0
-    """0: no limit."""
-    windows: tuple[int, ...] = ()
-    """Attention windows in tokens, cycled over the layers; empty: those of the model."""
+    free_fraction: float | None = None  # largest part of the free memory
+    max_bytes: int = 0  # 0: no limit
+    windows: tuple[int, ...] = ()  # attention windows in tokens, cycled over the layers; empty: those of the model
     reuse: bool = False
     partial_reuse: bool = True
     copy_on_partial_reuse: bool = True
@@ -51,8 +48,7 @@ class AdapterOptions:
     device_module_layers: int = 0
     optimal_rank: int = 8
     max_rank: int = 64
-    device_fraction: float | None = None
-    """Part of the free memory for the adapters of a step."""
+    device_fraction: float | None = None  # part of the free memory for the adapters of a step
     host_bytes: int | None = None
     prefetch_dir: str | None = None
 
@@ -61,12 +57,9 @@ class AdapterOptions:
 class GuideTokenizer:
     """The tokenizer of guided decoding."""
 
-    text: str | None = None
-    """A tokenizer.json."""
-    vocabulary: list[str] | None = None
-    """Plain tokens, instead of `text`."""
-    ends: list[int] | None = None
-    """The end tokens; by default those of `text`."""
+    text: str | None = None  # a tokenizer.json
+    vocabulary: list[str] | None = None  # plain tokens, instead of `text`
+    ends: list[int] | None = None  # the end tokens; by default those of `text`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,53 +72,42 @@ class EngineOptions:
     chunked_context: bool = False
     policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
     chunking: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
-    static_batching: bool = False
-    """New requests start only when the last batch has ended, and nothing is streamed."""
+    static_batching: bool = False  # new requests start only when the last batch has ended, and nothing is streamed
     max_queue_size: int | None = None
     normalize_log_probs: bool = True
-    generation_logits: bool = False
-    """Also for an engine that was built without them."""
+    generation_logits: bool = False  # also for an engine that was built without them
     kv_cache: KvCacheOptions = KvCacheOptions()
     adapters: AdapterOptions = AdapterOptions()
     guides: GuideTokenizer | None = None
     batched_post_processor: PostProcessor | None = None
-    ngram_max_draft_len: int = 0
-    """Most draft tokens that a step guesses from the text of a request."""
+    ngram_max_draft_len: int = 0  # most draft tokens that a step guesses from the text of a request
     refuse_long_sequences: bool = False
     """Fail when the KV cache cannot hold one sequence of max_seq_len, instead of reducing that."""
     iteration_records: int = 1000
     request_records: int = 0
-    device_ids: tuple[int, ...] | None = None
-    """The GPU of each rank."""
+    device_ids: tuple[int, ...] | None = None  # the GPU of each rank
 
 
 DEFAULT_FREE_FRACTION = 0.3
 """Largest part of the free memory for the KV cache by default, where other programs share this memory."""
 
-MOST_FREE_FRACTION = 0.9
-"""Largest part of the free memory for an explicit number of tokens."""
+MOST_FREE_FRACTION = 0.9  # largest part of the free memory for an explicit number of tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits:
     """Limits of an executor. Fields without a description have the names and meaning of TensorRT-LLM's build config."""
 
-    max_batch_size: int
-    """Requests per step."""
-    max_seq_len: int
-    """Tokens per sequence."""
-    max_num_tokens: int
-    """Tokens per step."""
+    max_batch_size: int  # requests per step
+    max_seq_len: int  # tokens per sequence
+    max_num_tokens: int  # tokens per step
     vocab_size: int
     max_beam_width: int = 1
-    chunked: bool = False
-    """Whether contexts may be split over several steps."""
-    built_input_len: int | None = None
-    """Longest prompt that the engine was built for, if its config has one."""
+    chunked: bool = False  # whether contexts may be split over several steps
+    built_input_len: int | None = None  # longest prompt that the engine was built for, if its config has one
     windows: tuple[int, ...] = ()
     """Attention windows in tokens, cycled over the layers, or empty if all layers see whole sequences."""
-    pauses: bool = False
-    """Whether sequences may be paused."""
+    pauses: bool = False  # whether sequences may be paused
     long_rope_beyond: int | None = None
     """Number of tokens beyond which LongRoPE uses its long factors, or None if no sequence can be that long."""
     paged_context: bool = True

@@ -30,8 +30,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_HOST_BYTES = 2**30
 DEFAULT_DEVICE_FRACTION = 0.05
 
-# A stack is kept when adapters leave the batch, until it has this many times the adapters needed.
-_SLACK = 4
+_SLACK = 4  # a stack is kept when adapters leave the batch, until it has this many times the adapters needed
 
 
 class NotCachedError(RuntimeError):
@@ -83,8 +82,7 @@ class AdapterBatch:
     """The adapters of one step. The same stack means the same weights as before."""
 
     stack: AdapterStack
-    owner: npt.NDArray[np.int64]
-    """The adapter of each token, its index in `stack.adapters`, i64[tokens]; -1: none."""
+    owner: npt.NDArray[np.int64]  # the adapter of each token, its index in `stack.adapters`, i64[tokens]; -1: none
 
     @property
     def masks(self) -> Mapping[str, npt.NDArray[np.bool_]]:
@@ -100,8 +98,7 @@ class _Pages:
     """
 
     slot_numbers: int
-    slots_per_page: int
-    """A page holds an adapter of the optimal rank in all modules."""
+    slots_per_page: int  # a page holds an adapter of the optimal rank in all modules
     host: int
     device: int
     max_rank: int
@@ -252,8 +249,7 @@ class AdapterCache:
 
 
 _NAMES = {number: name for name, number in MODULE_IDS.items()}
-# Module id, layer, rank; a fourth number marks DoRA (TensorRT-LLM 1.x).
-_COLUMNS = (3, 4)
+_COLUMNS = (3, 4)  # module id, layer, rank; a fourth number marks DoRA (TensorRT-LLM 1.x)
 
 
 @dataclass(slots=True, eq=False)
@@ -265,12 +261,9 @@ class LoraAdapter:
     """(layer, module id) → in-weights [rank, inputs] and out-weights [rank, outputs]."""
     content: int = 0
     """Digest of the weights: if a task id comes back with other weights, old keys and values must not be reused."""
-    pages: int = 0
-    """Pages in the cache."""
-    holders: int = 0
-    """Number of requests that use it."""
-    ranks: Mapping[int, int] = field(init=False)
-    """Largest rank of each module over the layers."""
+    pages: int = 0  # pages in the cache
+    holders: int = 0  # number of requests that use it
+    ranks: Mapping[int, int] = field(init=False)  # largest rank of each module over the layers
 
     def __post_init__(self) -> None:
         ranks: dict[int, int] = {}

@@ -35,12 +35,9 @@ class StepInputs:
 
     token_ids: Int64s
     """i64[t]. An id of vocab_size + n is row n of `prompt_table`; for one of -1 - n see `ChoosingModel.start`."""
-    positions: Int64s
-    """i64[t], the position of each token in its sequence."""
-    past_lens: Int32s
-    """i32[s], the number of each sequence's tokens that are already in the cache."""
-    subsequence_begins: Int32s
-    """i32[s + 1]. Sequence i owns tokens subsequence_begins[i] … subsequence_begins[i + 1]."""
+    positions: Int64s  # i64[t], the position of each token in its sequence
+    past_lens: Int32s  # i32[s], the number of each sequence's tokens that are already in the cache
+    subsequence_begins: Int32s  # i32[s + 1]. Sequence i owns tokens subsequence_begins[i] … subsequence_begins[i + 1].
     block_indices: Int32s
     """i32[b], the b cache blocks of all sequences, one sequence after another. Sequences may share full blocks.
 
@@ -48,14 +45,10 @@ class StepInputs:
     """
     block_indices_begins: Int32s
     """i32[s + 1]. Sequence i owns block_indices[block_indices_begins[i] … block_indices_begins[i + 1]]."""
-    max_context_len: int
-    """The largest number of past plus new tokens of a sequence."""
-    rows: Int32s
-    """i32[r], the numbers (0 … t - 1) of the tokens whose logits are needed, in the order of the result."""
-    prompt_table: Logits | None = None
-    """f32[n, hidden_size], the embeddings of ids from vocab_size on."""
-    adapters: AdapterBatch | None = None
-    """The LoRA adapters of the tokens, or None if no token has one."""
+    max_context_len: int  # the largest number of past plus new tokens of a sequence
+    rows: Int32s  # i32[r], the numbers (0 … t - 1) of the tokens whose logits are needed, in the order of the result
+    prompt_table: Logits | None = None  # f32[n, hidden_size], the embeddings of ids from vocab_size on
+    adapters: AdapterBatch | None = None  # the LoRA adapters of the tokens, or None if no token has one
     long_sequences: npt.NDArray[np.bool_] | None = None
     """boolean[s], the sequences that LongRoPE rotates with its long factors; None means none."""
     states: Int32s | None = None
@@ -100,20 +93,13 @@ class ModelRunner(Protocol):
     Every method that computes may raise FatalModelError.
     """
 
-    vocab_size: int
-    """Width of the logits; larger token ids refer to rows of a prompt table."""
-    hidden_size: int
-    """Width of a prompt table's rows."""
-    max_position: int
-    """Position ids must be below this."""
-    tokens_per_block: int
-    """Tokens in a block of the KV cache."""
-    bytes_per_block: int
-    """Memory of a block: keys and values of all layers."""
-    kv_memory_fraction: float
-    """Largest part of `free_memory` for the KV cache, unless the configuration says otherwise."""
-    max_prompt_table: int
-    """Rows of the largest prompt table, or 0 if the engine was built without prompt tables."""
+    vocab_size: int  # width of the logits; larger token ids refer to rows of a prompt table
+    hidden_size: int  # width of a prompt table's rows
+    max_position: int  # position ids must be below this
+    tokens_per_block: int  # tokens in a block of the KV cache
+    bytes_per_block: int  # memory of a block: keys and values of all layers
+    kv_memory_fraction: float  # largest part of `free_memory` for the KV cache, unless the configuration says otherwise
+    max_prompt_table: int  # rows of the largest prompt table, or 0 if the engine was built without prompt tables
     lora: LoraShape | None
     """Modules and ranks that LoRA adapters may have, or None if the engine was built without LoRA."""
 
@@ -154,8 +140,7 @@ class StatefulModel(ModelRunner, Protocol):
     writes the state after the step's tokens to the row.
     """
 
-    bytes_per_state: int
-    """Memory of a row: the states of all layers. 0: the model has none."""
+    bytes_per_state: int  # memory of a row: the states of all layers. 0: the model has none.
 
     def allocate_states(self, num_states: int) -> None:
         """Allocate rows 0 … num_states - 1. Called once, after `allocate`."""
@@ -168,14 +153,12 @@ class StatefulModel(ModelRunner, Protocol):
 class Draws:
     """The rows of a step whose tokens the model chooses, as `sampling.choose_tokens` would. All lists are parallel."""
 
-    numbers: list[int] = field(default_factory=list)
-    """The rows, ascending."""
+    numbers: list[int] = field(default_factory=list)  # the rows, ascending
     rows: list[SamplingRow] = field(default_factory=list)
     """How to choose. `generated` and the processors may not yet include the token of the step before."""
     slots: list[int] = field(default_factory=list)
     """Which sequence it is: a number that it keeps from one step to the next."""
-    counts: list[int] = field(default_factory=list)
-    """How many tokens the sequence has generated before this one."""
+    counts: list[int] = field(default_factory=list)  # how many tokens the sequence has generated before this one
     begins: list[bool] = field(default_factory=list)
     """True in a sequence's first step in its slot: then the row's processor has seen all of its tokens."""
     normalize_log_probs: bool = True
@@ -184,8 +167,7 @@ class Draws:
 class Chosen(NamedTuple):
     """The results of a step."""
 
-    tokens: list[int]
-    """Of the draws; UNDEFINED or EXHAUSTED as in `sampling.Choice`."""
+    tokens: list[int]  # of the draws; UNDEFINED or EXHAUSTED as in `sampling.Choice`
     log_probs: npt.NDArray[np.float32]
     """f32[draws, 2], (log_prob, full_log_prob) as in `sampling.Choice` of rows that want them."""
     logits: npt.NDArray[np.float32]

@@ -22,8 +22,7 @@ class DraftCounts:
 
     drafted: int = 0
     accepted: int = 0
-    requests: int = 0
-    """Requests that had draft tokens."""
+    requests: int = 0  # requests that had draft tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,36 +30,26 @@ class IterationRecord:
     """One iteration of the engine."""
 
     number: int
-    time: float
-    """Seconds since the epoch, at its end."""
+    time: float  # seconds since the epoch, at its end
     seconds: float = 0.0
-    started: int = 0
-    """Requests that have left the queue since the last iteration."""
-    queued_seconds: float = 0.0
-    """How long these were in the queue, together."""
+    started: int = 0  # requests that have left the queue since the last iteration
+    queued_seconds: float = 0.0  # how long these were in the queue, together
     active: int = 0
     queued: int = 0
     completed: int = 0
-    contexts: int = 0
-    """Requests whose prompts were computed."""
+    contexts: int = 0  # requests whose prompts were computed
     context_tokens: int = 0
-    generations: int = 0
-    """Requests that got further tokens."""
-    generated_tokens: int = 0
-    """One for each beam."""
-    right_guesses: int = 0
-    """Guessed tokens that were right, of requests that got further tokens."""
+    generations: int = 0  # requests that got further tokens
+    generated_tokens: int = 0  # one for each beam
+    right_guesses: int = 0  # guessed tokens that were right, of requests that got further tokens
     paused: int = 0
     empty_slots: int | None = None
     """Of a static batch: places of requests that have ended while others still generate; None without."""
-    blocks: int
-    """Blocks of the KV cache."""
+    blocks: int  # blocks of the KV cache
     free_blocks: int
     tokens_per_block: int
-    use: BlockUse
-    """Blocks used since the start, by all requests."""
-    memory: int = 0
-    """Bytes of memory of this process."""
+    use: BlockUse  # blocks used since the start, by all requests
+    memory: int = 0  # bytes of memory of this process
     drafts: DraftCounts | None = None
 
 
@@ -70,14 +59,12 @@ class SequenceRecord:
 
     request_id: int
     stage: RequestStage
-    computed: int
-    """Tokens of the prompt that are computed."""
+    computed: int  # tokens of the prompt that are computed
     generated: int
     iterations: int
     scheduled: bool
     paused: bool
-    use: BlockUse
-    """Blocks since the request started."""
+    use: BlockUse  # blocks since the request started
 
 
 @dataclass(frozen=True, slots=True)

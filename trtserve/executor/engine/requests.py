@@ -71,8 +71,7 @@ class DraftSource:
     """Draft tokens of the client, and the logits that they were drawn from."""
 
     tokens: SequenceOf[int]
-    logits: Array | None = None
-    """float[k, V]"""
+    logits: Array | None = None  # float[k, V]
     threshold: float | None = None
 
 
@@ -80,8 +79,7 @@ class DraftSource:
 class PromptTable:
     """Embeddings of the ids from vocab_size on."""
 
-    rows: Array
-    """float[n, hidden]"""
+    rows: Array  # float[n, hidden]
     extra_ids: SequenceOf[int] | None = None
     """One per prompt token; tells apart the rows of different tables in the KV cache."""
 
@@ -95,19 +93,15 @@ class GenerationRequest:
     """One generation request."""
 
     tokens: SequenceOf[int]
-    max_tokens: int
-    """New tokens."""
+    max_tokens: int  # new tokens
     sampling: SamplingParameters
-    num_sequences: int = 1
-    """Sequences with seeds of their own; all beams of a sequence count as one."""
-    problem: str | None = None
-    """Why the request cannot be served, if that is known already."""
+    num_sequences: int = 1  # sequences with seeds of their own; all beams of a sequence count as one
+    problem: str | None = None  # why the request cannot be served, if that is known already
     streaming: bool = False
     end_id: int | None = None
     stop_words: SequenceOf[SequenceOf[int]] = ()
     bad_words: SequenceOf[SequenceOf[int]] = ()
-    bias: Array | None = None
-    """float[V], added to the logits."""
+    bias: Array | None = None  # float[V], added to the logits
     position_ids: SequenceOf[int] | None = None
     prompt_table: PromptTable | None = None
     draft: DraftSource | None = None
@@ -115,22 +109,18 @@ class GenerationRequest:
     guide: GuideSource | None = None
     post_processor: PostProcessor | None = None
     retention: RetentionRules | None = None
-    images: SequenceOf[bytes] = ()
-    """Files of the images that the prompt has places for."""
+    images: SequenceOf[bytes] = ()  # files of the images that the prompt has places for
     cache_salt: int | None = None
     priority: float = 0.5
-    time_limit: float | None = None
-    """Seconds from its arrival on."""
+    time_limit: float | None = None  # seconds from its arrival on
     client_id: int | None = None
     return_log_probs: bool = False
     prompt_log_probs: bool = False
-    top_log_probs: int = 0
-    """Most likely tokens to return with the log-probability of each token."""
+    top_log_probs: int = 0  # most likely tokens to return with the log-probability of each token
     return_context_logits: bool = False
     return_generation_logits: bool = False
     return_metrics: bool = False
-    return_all_tokens: bool = False
-    """Streamed responses repeat the earlier tokens."""
+    return_all_tokens: bool = False  # streamed responses repeat the earlier tokens
     exclude_input: bool = False
 
 
@@ -138,13 +128,10 @@ class GenerationRequest:
 class BlockUse:
     """Blocks of the KV cache that one sequence has used."""
 
-    total: int = 0
-    """Allocated."""
-    new: int = 0
-    """Allocated without evicting reusable contents."""
+    total: int = 0  # allocated
+    new: int = 0  # allocated without evicting reusable contents
     reused: int = 0
-    missed: int = 0
-    """Blocks of its context that could not be reused."""
+    missed: int = 0  # blocks of its context that could not be reused
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,27 +156,18 @@ class RequestOutput:
     request_id: int
     client_id: int | None = None
     error: str | None = None
-    tokens: list[list[int]] = field(default_factory=list)
-    """Per beam, best first."""
-    reasons: list[FinishReason] = field(default_factory=list)
-    """Per beam."""
-    index: int = 0
-    """Which of the request's sequences it is."""
-    ended: bool = False
-    """Whether it is the sequence's last output."""
-    is_last: bool = False
-    """Whether it is the request's last output."""
+    tokens: list[list[int]] = field(default_factory=list)  # per beam, best first
+    reasons: list[FinishReason] = field(default_factory=list)  # per beam
+    index: int = 0  # which of the request's sequences it is
+    ended: bool = False  # whether it is the sequence's last output
+    is_last: bool = False  # whether it is the request's last output
     iterations: int = 0
     log_probs: list[list[float]] | None = None
     cum_log_probs: list[float] | None = None
     top_log_probs: list[list[tuple[int, float]]] | None = None
     """For each token the most likely ones, with their log-probabilities."""
-    prompt_log_probs: PromptLogProbs | None = None
-    """With the first output."""
-    prompt_tokens: int | None = None
-    """Of a prompt with images, which take the places of more tokens than were sent."""
-    context_logits: Floats | None = None
-    """f32[prompt, V]"""
-    generation_logits: Floats | None = None
-    """f32[beams, max_tokens, V], for a stream f32[n, 1, V] of its new tokens."""
+    prompt_log_probs: PromptLogProbs | None = None  # with the first output
+    prompt_tokens: int | None = None  # of a prompt with images, which take the places of more tokens than were sent
+    context_logits: Floats | None = None  # f32[prompt, V]
+    generation_logits: Floats | None = None  # f32[beams, max_tokens, V], for a stream f32[n, 1, V] of its new tokens
     metrics: RequestMetrics | None = None

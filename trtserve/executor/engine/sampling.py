@@ -21,10 +21,8 @@ Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
-UNDEFINED = -1
-"""Token of a row whose logits are not finite."""
-EXHAUSTED = -2
-"""Token of a row in which every token is banned by bans, bias or guide."""
+UNDEFINED = -1  # token of a row whose logits are not finite
+EXHAUSTED = -2  # token of a row in which every token is banned by bans, bias or guide
 _DISTANCES = (4, 8, 16)
 _TINY = np.finfo(np.float64).tiny
 
@@ -35,13 +33,11 @@ class SamplingParameters:
 
     greedy: bool = True
     temperature: float = 1.0
-    top_k: int = 0
-    """0: the whole vocabulary."""
+    top_k: int = 0  # 0: the whole vocabulary
     top_p: float = 1.0
     top_p_min: float = 1e-6
     top_p_decay: float = 1.0
-    top_p_reset_ids: int = -1
-    """-1: no token."""
+    top_p_reset_ids: int = -1  # -1: no token
     min_p: float = 0.0
     seed: int = 0
     min_tokens: int = 0
@@ -51,8 +47,7 @@ class SamplingParameters:
     prompt_ignore_length: int = 0
     no_repeat_ngram_size: int = 0
     beam_width: int = 1
-    num_return_sequences: int = 1
-    """Number of beams to return, if there are several."""
+    num_return_sequences: int = 1  # number of beams to return, if there are several
     beam_search_diversity_rate: float = 0.0
     length_penalty: float = 0.0
     early_stopping: int = 1
@@ -69,12 +64,9 @@ class SamplingRow:
 
     parameters: SamplingParameters
     processor: LogitsProcessor
-    generated: SequenceOf[int]
-    """The tokens generated so far."""
-    log_prob: bool = False
-    """Whether the log-probability is needed."""
-    argmax_only: bool = field(init=False)
-    """Whether the token with the largest logit is the whole result."""
+    generated: SequenceOf[int]  # the tokens generated so far
+    log_prob: bool = False  # whether the log-probability is needed
+    argmax_only: bool = field(init=False)  # whether the token with the largest logit is the whole result
 
     def __post_init__(self) -> None:
         self.argmax_only = self.parameters.greedy and self.processor.keeps_order and not self.log_prob
@@ -84,12 +76,10 @@ class SamplingRow:
 class Choice:
     """The chosen token of a row."""
 
-    token: int
-    """A token id, UNDEFINED or EXHAUSTED."""
+    token: int  # a token id, UNDEFINED or EXHAUSTED
     log_prob: float = math.nan
     """Among the tokens it was chosen from, which are fewer when top-k log-probs are normalised; NaN if not needed."""
-    full_log_prob: float = math.nan
-    """Among the whole vocabulary; summed up in cum_log_probs. NaN if not needed."""
+    full_log_prob: float = math.nan  # among the whole vocabulary; summed up in cum_log_probs. NaN if not needed.
 
 
 def choose_tokens(

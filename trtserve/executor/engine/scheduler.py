@@ -21,8 +21,7 @@ from trtserve.executor.engine.sequence import Sequence
 
 Fits = Callable[[set[Any]], bool]
 
-# Seconds that a request of another beam width is overtaken; then the active ones end, and it is next.
-_PATIENCE = 2.0
+_PATIENCE = 2.0  # seconds that a request of another beam width is overtaken; then the active ones end, and it is next
 
 
 @dataclass(slots=True)
@@ -31,12 +30,10 @@ class StepPlan:
 
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     """(sequence, context tokens); draft tokens follow the last chunk and are not counted."""
-    generations: list[Sequence] = field(default_factory=list)
-    """Sequences that generate one token per beam."""
+    generations: list[Sequence] = field(default_factory=list)  # sequences that generate one token per beam
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
     """Draft tokens by sequence. Sequences with drafts come last in `generations`."""
-    paused: list[Sequence] = field(default_factory=list)
-    """Sequences that were put on hold."""
+    paused: list[Sequence] = field(default_factory=list)  # sequences that were put on hold
 
     def __bool__(self) -> bool:
         return bool(self.chunks or self.generations)
@@ -315,8 +312,7 @@ def insert_by_priority(sequences: list[Sequence] | deque[Sequence], sequence: Se
         sequences.insert(bisect_right(sequences, -sequence.priority, key=lambda each: -each.priority), sequence)
 
 
-_WINDOW_UNIT = 256
-"""Smallest chunk unit in tokens if contexts may be longer than the attention window."""
+_WINDOW_UNIT = 256  # smallest chunk unit in tokens if contexts may be longer than the attention window
 
 
 class ContextChunker:

@@ -54,10 +54,8 @@ class Beam:
 
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    origins: list[int] = field(default_factory=list)
-    """For each token the row of its step's logits."""
-    cum_log_prob: float = 0.0
-    """Sum of the log-probabilities, including that of the end token."""
+    origins: list[int] = field(default_factory=list)  # for each token the row of its step's logits
+    cum_log_prob: float = 0.0  # sum of the log-probabilities, including that of the end token
     reason: FinishReason = FinishReason.NOT_FINISHED
 
     def extended(self, token: int, log_prob: float, origin: int) -> Beam:
@@ -218,22 +216,17 @@ class RequestGroup:
     """The sequences of one request."""
 
     size: int = 1
-    open: int = 1
-    """Sequences that have not ended."""
-    failed: bool = False
-    """Whether an error ended all of them."""
-    adapter: LoraAdapter | None = None
-    """The LoRA adapter that they use together."""
+    open: int = 1  # sequences that have not ended
+    failed: bool = False  # whether an error ended all of them
+    adapter: LoraAdapter | None = None  # the LoRA adapter that they use together
 
 
 @dataclass(slots=True, eq=False)
 class Logits:
     """Logits that the request asked for."""
 
-    context: npt.NDArray[np.float32] | None = None
-    """f32[prompt, V]"""
-    generation: list[npt.NDArray[np.float32]] | None = None
-    """For each step f32[beams, V]."""
+    context: npt.NDArray[np.float32] | None = None  # f32[prompt, V]
+    generation: list[npt.NDArray[np.float32]] | None = None  # for each step f32[beams, V]
 
 
 @dataclass(slots=True, eq=False)
@@ -253,8 +246,7 @@ class Sequence:
     key: CacheKey = NO_CACHE_KEY
     draft: tuple[int, ...] = ()
     draft_logits: DraftLogits | None = None
-    drafter: NgramDrafter | None = None
-    """Makes draft tokens of its own text."""
+    drafter: NgramDrafter | None = None  # makes draft tokens of its own text
     single_step: bool = False
     """It has draft tokens and ends after the step that verifies them; `max_tokens` is their number plus one."""
     adapter: LoraAdapter | None = None
@@ -273,33 +265,23 @@ class Sequence:
     generated: list[int] = field(default_factory=list)
     log_probs: list[tuple[float, float]] | None = None
     """For each token its log-probability, and the sum of those in the whole vocabulary so far."""
-    sent: int = 0
-    """Tokens that were already sent in responses."""
-    computed: int = 0
-    """Tokens whose keys and values are in the cache."""
-    capacity: int = 0
-    """Tokens for which each slot has blocks."""
-    slots: tuple[int, ...] = ()
-    """Rows of the block table, one per beam; none until blocks are reserved."""
+    sent: int = 0  # tokens that were already sent in responses
+    computed: int = 0  # tokens whose keys and values are in the cache
+    capacity: int = 0  # tokens for which each slot has blocks
+    slots: tuple[int, ...] = ()  # rows of the block table, one per beam; none until blocks are reserved
     iterations: int = 0
-    ahead: int = 0
-    """Tokens that are being chosen in steps whose results have not arrived."""
-    place: int = 0
-    """Its row in the last step that chose a token for it."""
+    ahead: int = 0  # tokens that are being chosen in steps whose results have not arrived
+    place: int = 0  # its row in the last step that chose a token for it
     search: BeamSearch | None = field(init=False, default=None)
     row: SamplingRow = field(init=False)
-    width: int = field(init=False)
-    """Number of beams, or 1 without beam search."""
+    width: int = field(init=False)  # number of beams, or 1 without beam search
     context: npt.NDArray[np.int64] = field(init=False)
     """Tokens to compute before the next one is chosen: the prompt; after a pause also the generated tokens."""
     context_length: int = field(init=False)
     prompt_length: int = field(init=False)
-    uses_logits: bool = field(init=False)
-    """Whether logits are returned or post-processed."""
-    drawn: bool = field(init=False)
-    """Whether a model that chooses tokens itself can choose those of this sequence."""
-    _updates_processor: bool = field(init=False)
-    """Whether the logits processor must see every token."""
+    uses_logits: bool = field(init=False)  # whether logits are returned or post-processed
+    drawn: bool = field(init=False)  # whether a model that chooses tokens itself can choose those of this sequence
+    _updates_processor: bool = field(init=False)  # whether the logits processor must see every token
 
     def __post_init__(self) -> None:
         self.prompt_length = self.context_length = len(self.prompt)

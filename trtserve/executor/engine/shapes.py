@@ -24,10 +24,8 @@ class Sizes:
     kv_heads: int
     head: int
     epsilon: float
-    full_kv_heads: int = 0
-    """Of layers without a window, where it differs; 0: it does not."""
-    full_head: int = 0
-    """The same."""
+    full_kv_heads: int = 0  # of layers without a window, where it differs; 0: it does not
+    full_head: int = 0  # the same
 
     def of_layer(self, *, full: bool) -> Sizes:
         """Return the sizes of a layer without a window (`full`), or of one with it."""
@@ -87,14 +85,10 @@ class LoraModule:
 
     id: int
     name: str
-    linear: str
-    """Name of the matrix inside a layer of the checkpoint."""
-    inputs: int
-    """Width of the adapter's in-weights."""
-    outputs: int
-    """Width of the adapter's out-weights."""
-    width: int
-    """Outputs of the whole matrix."""
+    linear: str  # name of the matrix inside a layer of the checkpoint
+    inputs: int  # width of the adapter's in-weights
+    outputs: int  # width of the adapter's out-weights
+    width: int  # outputs of the whole matrix
     first: int = 0
 
     def numbers(self, rank: int) -> int:
@@ -109,8 +103,7 @@ class LoraShape:
     modules: tuple[LoraModule, ...]
     layers: int
     max_rank: int
-    bfloat16: bool = False
-    """Whether the engine computes with adapters in bfloat16 instead of float32."""
+    bfloat16: bool = False  # whether the engine computes with adapters in bfloat16 instead of float32
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:

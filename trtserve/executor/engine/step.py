@@ -33,8 +33,7 @@ class StepOutcome:
 
     advanced: list[tuple[Sequence, FinishReason]] = field(default_factory=list)
     """Sequences with new tokens and why they ended (NOT_FINISHED: they go on)."""
-    failed: list[tuple[Sequence, str]] = field(default_factory=list)
-    """Sequences that failed and the error message."""
+    failed: list[tuple[Sequence, str]] = field(default_factory=list)  # sequences that failed and the error message
     drafts: list[tuple[int, int]] = field(default_factory=list)
     """(draft tokens, accepted tokens) of each sequence that had draft tokens."""
 
@@ -45,17 +44,12 @@ class RunningStep:
 
     plan: StepPlan
     step: BatchedStep
-    begin: float
-    """From time.perf_counter."""
-    logits: Logits
-    """Of all rows, from a model that does not choose tokens."""
+    begin: float  # from time.perf_counter
+    logits: Logits  # of all rows, from a model that does not choose tokens
     pending: PendingStep | None = None
-    drawn: list[Sequence] = field(default_factory=list)
-    """Sequences whose tokens the model chooses."""
-    drafted: list[Span] = field(default_factory=list)
-    """Rows of drafts whose tokens it chooses too."""
-    guided: list[Sequence] = field(default_factory=list)
-    """Those of them with guides that the model has yet to be told."""
+    drawn: list[Sequence] = field(default_factory=list)  # sequences whose tokens the model chooses
+    drafted: list[Span] = field(default_factory=list)  # rows of drafts whose tokens it chooses too
+    guided: list[Sequence] = field(default_factory=list)  # those of them with guides that the model has yet to be told
 
 
 class Stepper:

@@ -222,12 +222,9 @@ def _is_empty(value: Any) -> bool:
 class UnsupportedFeature:
     """A parameter that is accepted but not supported."""
 
-    path: str
-    """Attribute path from the request or the configuration."""
-    neutral: Callable[[Any], bool]
-    """Returns True for values that request nothing."""
-    tensor: str = ""
-    """Its Triton input or parameter."""
+    path: str  # attribute path from the request or the configuration
+    neutral: Callable[[Any], bool]  # returns True for values that request nothing
+    tensor: str = ""  # its Triton input or parameter
 
     def is_requested(self, record: Any) -> bool:
         """True when `record` has a value that is not neutral."""

@@ -21,8 +21,7 @@ TOKEN_MIN, TOKEN_MAX = -(2**31), 2**31 - 1
 class ValueType:
     """A parameter type."""
 
-    convert: Callable[[Any], Any]
-    """Returns the converted value or raises TypeError."""
+    convert: Callable[[Any], Any]  # returns the converted value or raises TypeError
     fresh: Callable[[Any], Any] = lambda value: value
     """What a getter returns for a stored value: a copy for mutable types."""
 

@@ -185,11 +185,9 @@ class Request(Record, writable=True, dynamic=True):
 
     BATCHED_POST_PROCESSOR_NAME = "batched"
     # No release has these attributes, which only the vllm runtime reads.
-    top_log_probs = 0
-    """Most likely tokens to return with the log-probability of each token."""
+    top_log_probs = 0  # most likely tokens to return with the log-probability of each token
     prompt_log_probs = False
-    images: SequenceOf[bytes] = ()
-    """Files of the images that the prompt has places for."""
+    images: SequenceOf[bytes] = ()  # files of the images that the prompt has places for
 
     input_token_ids = Field[list[int]](TOKENS, check=not_empty, readonly=True)
     max_tokens = Field[int](INT, check=positive, readonly=True)

@@ -127,8 +127,7 @@ class Response:
         self.result.generation_logits = None
 
 
-_SPELLED = {"ms": "MS", "specdec": "specDec"}
-"""Parts of upstream's keys that differ from plain camelCase."""
+_SPELLED = {"ms": "MS", "specdec": "specDec"}  # parts of upstream's keys that differ from plain camelCase
 
 
 def _camel(name: str) -> str:

@@ -67,10 +67,8 @@ LAST_ATTENTION = "last_attention"
 # The products in the last layer that bypass that sum, if the MLP is parallel to the attention; the second is its gate.
 LAST_PARALLEL_MLP = "last_parallel_mlp"
 LAST_PARALLEL_GATE = "last_parallel_gate"
-# The last layer's input, with what else of a streamed block bypasses that sum.
-LAST_LAYER_INPUT = "last_layer_input"
-# The constant f32[heads] with the ALiBi slopes.
-ALIBI_SLOPES = "alibi_slopes"
+LAST_LAYER_INPUT = "last_layer_input"  # the last layer's input, with what else of a streamed block bypasses that sum
+ALIBI_SLOPES = "alibi_slopes"  # the constant f32[heads] with the ALiBi slopes
 # The constant i64[] with the length beyond which sequences are long for LongRoPE; input of a comparison.
 LONG_ROPE_BEYOND = "long_rope_beyond"
 # What an engine's file says: that scores have a cap, that windows are chunks.

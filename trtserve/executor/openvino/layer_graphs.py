@@ -25,14 +25,12 @@ from trtserve.executor.openvino.graph_parts import add, constant, cut, float_ten
 if TYPE_CHECKING:
     from trtserve.executor.openvino.graph import GraphBuilder
 
-STATE_TABLE = "state_table."
-"""Begins the names of the tables f32[rows, …]."""
+STATE_TABLE = "state_table."  # begins the names of the tables f32[rows, …]
 STATE_INPUTS = {name: f"states.{name}" for name in ("begins", "rows", "row_begins", "past", "interval")}
 """Inputs i32 of all layers with states: the first token of each sequence and the end [s + 1]; the row that each reads
 and the row that it writes [2 s]; where these begin [s + 1]; past tokens [s]; after how many tokens a state is written
 besides the last one [s]."""
-NEVER = np.iinfo(np.int32).max
-"""An interval that is longer than any sequence."""
+NEVER = np.iinfo(np.int32).max  # an interval that is longer than any sequence
 
 
 @functools.cache

@@ -23,10 +23,8 @@ from trtserve.checkpoint.memory import (
 from trtserve.checkpoint.quantized import AWQ, FP8, FP8_BLOCKS, FP8_ROWS, GPTQ, group_size, is_excluded, is_quantised
 from trtserve.specs.runtime import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, EngineNeeds, Limits
 
-LIBRARIES = ("numpy", "openvino")
-"""What a build and a serving process load."""
-CAPPED_TOKENS = 512
-"""Tokens of a call of a model with capped scores: those of all heads and keys are held at once."""
+LIBRARIES = ("numpy", "openvino")  # what a build and a serving process load
+CAPPED_TOKENS = 512  # tokens of a call of a model with capped scores: those of all heads and keys are held at once
 # Interpreter, trtserve, NumPy and OpenVINO before the first weight, in a build and in Triton's executor process.
 BUILD_PROCESS = 38 * 2**20
 SERVING_PROCESS = 30 * 2**20
@@ -36,8 +34,7 @@ _GRAPH_LAYER = int(0.6 * 2**20)
 # The compiled graph without weights: the plugin, its kernels, and its state per layer.
 _COMPILED = 14 * 2**20
 _COMPILED_LAYER = int(1.05 * 2**20)
-# Text per layer in rank0.xml.
-_XML_LAYER = 75_000
+_XML_LAYER = 75_000  # text per layer in rank0.xml
 
 _SCALE_SIZE = 4
 # Bytes per weight, besides the matrix as read and as kept, while its codes are packed.

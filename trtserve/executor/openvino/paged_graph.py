@@ -30,10 +30,8 @@ from trtserve.executor.openvino.graph import (
 from trtserve.executor.openvino.graph_parts import dimension, integers, last_unseen, parameter
 from trtserve.executor.openvino.memory import CAPPED_TOKENS
 
-# Input 10 of PagedAttentionExtension is the sliding window in tokens, 0 for none.
-_WINDOW_INPUT = 10
-# Input 11 holds the ALiBi slopes, one per head, or is empty.
-_ALIBI_INPUT = 11
+_WINDOW_INPUT = 10  # input 10 of PagedAttentionExtension is the sliding window in tokens, 0 for none
+_ALIBI_INPUT = 11  # input 11 holds the ALiBi slopes, one per head, or is empty
 
 
 def to_paged_attention(graph: ov.Model, *, windows: Sequence[int | None] = ()) -> None:
@@ -194,13 +192,11 @@ def _gather_rows(graph: ov.Model, nodes: Mapping[str, Any]) -> None:
 
 BLOCK_TABLES = "block_tables"
 """An input i32[s, m] of a graph with a cap: the blocks of each sequence, padded with any of them."""
-NEW = "new."
-"""Begins the names of outputs [t, kv_heads, head]; the name of their cache follows."""
+NEW = "new."  # begins the names of outputs [t, kv_heads, head]; the name of their cache follows
 _TOKENS_PER_BLOCK = 32
 # The plugin would widen all of a cache of another type than that of arithmetic in each step.
 _CACHE_TYPES = {"f32": ov.Type.f32, "bf16": ov.Type.bf16}
-# Far below any capped score.
-_MASKED = -32752.0
+_MASKED = -32752.0  # far below any capped score
 # Numbers of inputs of PagedAttentionExtension.
 _QUERY, _KEY, _VALUE, _SCALE, _WINDOW = 0, 1, 2, 9, 10
 _OF_PAGED = ("subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")

@@ -66,8 +66,7 @@ _PRIMITIVES_KEPT = 256
 _ACTIVATION_GROUP = 256
 _LEAST_ACTIVATION_GROUP = 32
 _INT4 = (ov.Type.i4, ov.Type.u4)
-# From this many bytes of weights on, a step waits for memory: more than CPU caches hold.
-_BOUND_BY_MEMORY = 256 << 20
+_BOUND_BY_MEMORY = 256 << 20  # from this many bytes of weights on, a step waits for memory: more than CPU caches hold
 
 
 @functools.cache
@@ -400,8 +399,7 @@ def _zeros(shape: list[int], element_type: ov.Type) -> tuple[Array, ov.Tensor]:
     return array, ov.Tensor(array, ov.Shape(shape), element_type)
 
 
-SIZES = (1, 2, 4, 6, 8, 12)
-"""The measured numbers of tokens."""
+SIZES = (1, 2, 4, 6, 8, 12)  # the measured numbers of tokens
 _ROUNDS = 3
 # A padded step must be this much faster: smaller gains may be chance, and results differ in the last bit.
 _REQUIRED_RATIO = 0.95

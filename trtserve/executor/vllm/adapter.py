@@ -189,8 +189,7 @@ class VllmOutput(msgspec.Struct):
     sequences: list[OutputSequence]
     prompt: PromptLogProbs | None = None
     prompt_tokens: int | None = None
-    times: tuple[float, float, float] | None = None
-    """Monotonic seconds: first scheduled, first token, last token."""
+    times: tuple[float, float, float] | None = None  # monotonic seconds: first scheduled, first token, last token
 
 
 class OpenRequest:

@@ -17,8 +17,7 @@ from trtserve.host.gpus import Device as Gpu
 from trtserve.host.gpus import gpus_now
 from trtserve.specs.build import Device
 
-MODEL_FOLDER = "model"
-"""The Hugging Face model in the engine's folder."""
+MODEL_FOLDER = "model"  # the Hugging Face model in the engine's folder
 ADAPTER_FOLDER, ADAPTERS_FILE = "lora", "adapters.json"
 """The PEFT adapters in the engine's folder, and the file there that says which task id has which folder."""
 
@@ -163,8 +162,7 @@ def _size(text: Mapping[str, Any], names: tuple[str, ...]) -> int:
     return int(max(found) if isinstance(found, list) else found)
 
 
-BACKEND = "vllm"
-"""The word in `config.pbtxt`."""
+BACKEND = "vllm"  # the word in `config.pbtxt`
 MODEL_JSON, ADAPTERS = "model.json", "multi_lora.json"
 PYTHON = "vllm_python"
 """Parameter of our own in `config.pbtxt`: the interpreter that has vLLM. NVIDIA's backend does not read it."""

@@ -75,8 +75,7 @@ def load_model(engine: Path, options: EngineOptions) -> VllmEngine:
 class VllmProcess(ABC):
     """vLLM in its own interpreter. `run` reads what it says; all other methods are for other threads."""
 
-    progress = 0
-    """Steps that vLLM has made."""
+    progress = 0  # steps that vLLM has made
 
     def __init__(
         self,

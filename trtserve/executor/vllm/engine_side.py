@@ -34,8 +34,7 @@ _BEAT = 1.0
 # A process may be stopped for this many beats, as by a program that looks at it.
 _MOMENT = 2
 _LENGTH = struct.Struct("<I")
-# After the end of the input vLLM has this many seconds to end its processes.
-_LAST_SECONDS = 8.0
+_LAST_SECONDS = 8.0  # after the end of the input vLLM has this many seconds to end its processes
 # Of several nodes: how long a follower looks for its leader, and goes on without it after it was asked to end.
 _LONGEST_SEARCH, _LONGEST_END = 600.0, 60.0
 _LONGEST_FRAME = 1 << 20

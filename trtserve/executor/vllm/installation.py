@@ -28,8 +28,7 @@ from trtserve.store import Store
 
 OPTION = "--vllm-python"
 VARIABLE = "TRTSERVE_VLLM_PYTHON"
-FIRST = (0, 13)
-"""The first release with the names that the engine side uses."""
+FIRST = (0, 13)  # the first release with the names that the engine side uses
 
 _QUESTION = "import importlib.util as u; s = u.find_spec('vllm'); print(s.origin if s and s.origin else '')"
 _SECONDS = 60.0

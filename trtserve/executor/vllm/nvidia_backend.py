@@ -45,8 +45,7 @@ Inputs = Mapping[str, NDArray[Any]]
 class TextRequest:
     """A request of one prompt, and the answers that it gets."""
 
-    number = 0
-    """Its number in the engine."""
+    number = 0  # its number in the engine
 
     def __init__(self, inputs: Inputs, parameters: str, sender: GuardedSender, adapters: Mapping[str, str]) -> None:
         """`parameters`: those of the request itself, which the input sampling_parameters replaces.
@@ -110,8 +109,7 @@ class EmbeddingRequest:
     query and document together; that is then asked with `query` and each document as `input`.
     """
 
-    number = 0
-    """Its number in the engine."""
+    number = 0  # its number in the engine
 
     def __init__(self, inputs: Inputs, sender: GuardedSender) -> None:
         """Raises ValueError or TypeError, which says what is wrong."""

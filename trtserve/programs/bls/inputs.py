@@ -21,19 +21,14 @@ class BlsSettings:
 
     core: str
     lora: LoraNames
-    inputs: frozenset[str] = frozenset()
-    """The BLS model's own inputs."""
-    outputs: tuple[str, ...] = ()
-    """The BLS model's own outputs, without `text_output`."""
-    accumulate: bool = False
-    """Whether each streamed response holds the whole text so far."""
-    exclude_input: bool = False
-    """Whether the core model leaves the prompt out when a request does not say."""
+    inputs: frozenset[str] = frozenset()  # the BLS model's own inputs
+    outputs: tuple[str, ...] = ()  # the BLS model's own outputs, without `text_output`
+    accumulate: bool = False  # whether each streamed response holds the whole text so far
+    exclude_input: bool = False  # whether the core model leaves the prompt out when a request does not say
     longest: int | None = None
     """max_seq_len of the engine: most tokens of prompt and answer, or None when it is unknown."""
     draft: str | None = None
-    draft_longest: int | None = None
-    """max_seq_len of the draft engine, or None when it is unknown."""
+    draft_longest: int | None = None  # max_seq_len of the draft engine, or None when it is unknown
     preprocessing: str = "preprocessing"
     postprocessing: str = "postprocessing"
     pushed: bool = False

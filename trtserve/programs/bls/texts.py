@@ -116,8 +116,7 @@ class StoppedText:
 
 _ALWAYS = frozenset({"output_ids", "sequence_length", "batch_index", "sequence_index"})
 _STOPPED = b"stop_words"
-Key = tuple[int, int]
-"""Batch row and number of the sequence."""
+Key = tuple[int, int]  # batch row and number of the sequence
 
 
 def key_of(result: Tensors) -> Key:

@@ -69,8 +69,7 @@ _STATIC = (
 )
 # Added by trtserve: counts tokens while requests run; the histograms of lengths count finished requests.
 _TOKENS = "nv_trtserve_tokens_total"
-# Also added: what executors count in `specdec_stats`.
-_DRAFTS = "nv_trtserve_draft_tokens_total"
+_DRAFTS = "nv_trtserve_draft_tokens_total"  # also added: what executors count in `specdec_stats`
 # And the times of streams, in buckets as a histogram of Prometheus has them. Triton's own histograms cost a message for
 # each token.
 _FIRST = "nv_trtserve_first_token_seconds"

@@ -42,8 +42,7 @@ class Pending:
     began: float = field(default_factory=time.perf_counter)
     last: dict[tuple[int, int], float] = field(default_factory=dict)
     """(Executor id, sequence index) → when its last tokens came."""
-    answered: set[int] = field(default_factory=set)
-    """Executor ids that have had a result."""
+    answered: set[int] = field(default_factory=set)  # executor ids that have had a result
 
     def send(self, outputs: Outputs, *, parameters: dict[str, Any] | None = None) -> None:
         """Send the outputs of one executor response, and the final flag when no row is open any more.
@@ -165,8 +164,7 @@ class PendingTable:
             ]
 
 
-# This many answers at once show that Triton is behind.
-MOST_WAITING = 32
+MOST_WAITING = 32  # this many answers at once show that Triton is behind
 
 
 def joined(answers: Sequence[Any]) -> list[tuple[Any, list[int]]]:

@@ -29,18 +29,13 @@ class Wanted:
     prompt_length: int
     output_prompt_length: int = 0
     """Prompt tokens at the beginning of each result, or 0 for streams and where the prompt is left out."""
-    max_tokens: int = 0
-    """The limit that the request asked for."""
-    repeats: bool = False
-    """Whether each result holds all tokens so far (streamed beams)."""
-    logits: Any = np.float32
-    """NumPy type of the logits outputs in config.pbtxt."""
+    max_tokens: int = 0  # the limit that the request asked for
+    repeats: bool = False  # whether each result holds all tokens so far (streamed beams)
+    logits: Any = np.float32  # NumPy type of the logits outputs in config.pbtxt
     streamed: bool = False
     finish_reason: bool = False
-    batch_index: int | None = None
-    """Index of the row, or None when the request has one row."""
-    numbered: bool = False
-    """Whether responses have a sequence_index."""
+    batch_index: int | None = None  # index of the row, or None when the request has one row
+    numbered: bool = False  # whether responses have a sequence_index
     count_input: bool = False
     count_output: bool = False
 

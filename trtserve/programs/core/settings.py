@@ -23,8 +23,7 @@ Keywords = dict[str, Any]
 
 _BATCHING = {"inflight_fused_batching": "INFLIGHT", "inflight_batching": "INFLIGHT", "v1": "STATIC"}
 _POLICIES = ("max_utilization", "guaranteed_no_evict")
-# Unless the parameter `ngram_max_draft_len` says otherwise: as many as a measured step has room for.
-_NGRAM_DRAFT = 11
+_NGRAM_DRAFT = 11  # unless the parameter `ngram_max_draft_len` says otherwise: as many as a measured step has room for
 # Mode → constructor of DecodingMode, and the first release that has it.
 _DECODING_MODES = {
     "auto": ("Auto", "0.12"),
@@ -253,10 +252,8 @@ def release_order(release: str) -> tuple[int, int]:
 class ExecutorModule:
     """TensorRT-LLM's executor bindings, or trtserve's embedded executor with the same interface."""
 
-    api: Any
-    """The module with the classes."""
-    release: tuple[int, int]
-    """The TensorRT-LLM release whose keywords the classes take."""
+    api: Any  # the module with the classes
+    release: tuple[int, int]  # the TensorRT-LLM release whose keywords the classes take
     torch: Any = None
     """PyTorch, whose tensors TensorRT-LLM takes, or None for the embedded executor, which takes NumPy arrays."""
 

@@ -44,8 +44,7 @@ COUNTS = {"return_num_input_tokens": "num_input_tokens", "return_num_output_toke
 OTHERS = ("text_input", "stream", "exclude_input_in_output", "return_finish_reason", *COUNTS)
 """Inputs that `request.py` handles itself."""
 
-NEUTRAL = {"beam_width": 1, "num_return_sequences": 1}
-"""Input → its neutral value; for all others it is 0, False or ""."""
+NEUTRAL = {"beam_width": 1, "num_return_sequences": 1}  # input → its neutral value; for all others it is 0, False or ""
 
 OUTPUTS = {
     "kv_cache_alloc_new_blocks": "kv_cache_alloc_new_blocks",
@@ -75,10 +74,8 @@ class LlmModel:
     """The model of the LLM API, and how its answers are sent."""
 
     name: str
-    outputs: tuple[str, ...]
-    """The outputs of the BLS model."""
-    accumulate: bool = False
-    """Whether each streamed response holds the whole text so far."""
+    outputs: tuple[str, ...]  # the outputs of the BLS model
+    accumulate: bool = False  # whether each streamed response holds the whole text so far
 
 
 class LlmBlsRequest:

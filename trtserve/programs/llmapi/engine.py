@@ -35,12 +35,9 @@ class LlmRequest:
 
     prompt: str
     streaming: bool
-    sampling: dict[str, Any]
-    """Keywords of SamplingParams."""
-    lora: dict[str, Any] = field(default_factory=dict)
-    """Keywords of LoRARequest, or empty without an adapter."""
-    wanted: frozenset[str] = frozenset()
-    """The `return_…` inputs that are true."""
+    sampling: dict[str, Any]  # keywords of SamplingParams
+    lora: dict[str, Any] = field(default_factory=dict)  # keywords of LoRARequest, or empty without an adapter
+    wanted: frozenset[str] = frozenset()  # the `return_…` inputs that are true
 
 
 def read_request(inputs: Inputs, *, decoupled: bool) -> LlmRequest:

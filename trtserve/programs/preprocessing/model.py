@@ -50,8 +50,7 @@ def adapter_outputs(inputs: Tensors, known: LoraNames, weights_type: str, batch:
     }
 
 
-Encode = Callable[[str, bool], list[int]]
-"""From a text to ids, with special tokens or without."""
+Encode = Callable[[str, bool], list[int]]  # from a text to ids, with special tokens or without
 
 # Input → the client's name for it, for error messages.
 _VISION_INPUTS = {

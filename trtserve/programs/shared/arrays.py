@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Tensors = dict[str, NDArray[Any]]
-"""Arrays by name; a BF16 input, which NumPy cannot hold, stays a `pb_utils.Tensor`."""
+Tensors = dict[str, NDArray[Any]]  # arrays by name; a BF16 input, which NumPy cannot hold, stays a `pb_utils.Tensor`
 
 
-MOST_BYTES = 8 << 20
-"""Bytes of a text, where nobody says how many tokens fit."""
+MOST_BYTES = 8 << 20  # bytes of a text, where nobody says how many tokens fit
 _MOST_WORDS, _LONGEST_WORD = 1024, 1024  # words of a row, and bytes of a word
 
 

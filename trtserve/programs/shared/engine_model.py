@@ -22,8 +22,7 @@ _LONGEST_BEAT = 5.0
 class EngineModel:
     """Hands requests to the engine, cancels those whose clients have gone, and ends with the engine."""
 
-    problem = "Error generating request"
-    """How the answer to a request that cannot be served begins."""
+    problem = "Error generating request"  # how the answer to a request that cannot be served begins
 
     def load(self, args: dict[str, str], config: dict[str, Any]) -> float | None:
         """Load the engine. Return seconds between looks for clients that have gone, or None when it takes no requests.

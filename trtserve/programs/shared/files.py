@@ -6,10 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-MOST_TABLE = 16 << 20
-"""Bytes of a configuration or table."""
-MOST_TOKENIZER = 64 << 20
-"""Bytes of a tokenizer's file; the largest known one has 34 MB."""
+MOST_TABLE = 16 << 20  # bytes of a configuration or table
+MOST_TOKENIZER = 64 << 20  # bytes of a tokenizer's file; the largest known one has 34 MB
 
 
 def read_text(path: Path, most: int = MOST_TABLE) -> str:

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from .arrays import decoded, read_array
 from .files import read_json
 
-NOT_CACHED = "not found in cache"
-"""Part of the core model's error for a task id whose adapter is not in its cache."""
+NOT_CACHED = "not found in cache"  # part of the core model's error for a task id whose adapter is not in its cache
 
 
 def name_of(value: NDArray[Any] | None) -> str | None:

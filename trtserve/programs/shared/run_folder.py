@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 
 VARIABLE = "TRTSERVE_RUN_FOLDER"
-DRAINING = "draining"
-"""File that `trtserve stop --drain` makes."""
+DRAINING = "draining"  # file that `trtserve stop --drain` makes
 HEARTBEATS = "*.heartbeat"
 STOPPED = "The executor has stopped working"
 """How the embedded executor begins to say that it will answer nothing any more."""

@@ -34,8 +34,7 @@ from trtserve.store import Store, remembered_checksums
 
 _MAKE_AGAIN = "Rebuild the repository with trtserve repo or trtserve import."
 _MOST_FILES = 100_000
-# Names under which NVIDIA's programs keep their own modules.
-_OF_NVIDIA = frozenset({"lib", "helpers"})
+_OF_NVIDIA = frozenset({"lib", "helpers"})  # names under which NVIDIA's programs keep their own modules
 
 
 @rule("no-model", "there is a model", stops=True)

@@ -32,8 +32,7 @@ from trtserve.repository.profiles import (
 from trtserve.repository.programs import PACKAGE
 from trtserve.repository.served import LLMAPI_FILE, CoreModel, core_models
 
-LLMAPI = "llmapi"
-"""Role of a model of the LLM API, in addition to those of `profiles.MODELS`."""
+LLMAPI = "llmapi"  # role of a model of the LLM API, in addition to those of `profiles.MODELS`
 
 
 @dataclass(frozen=True, kw_only=True)

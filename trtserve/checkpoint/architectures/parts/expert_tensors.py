@@ -20,8 +20,7 @@ from trtserve.checkpoint.architectures.base import (
 )
 from trtserve.errors import UnsupportedModelError
 
-# Keys for the number of experts in Hugging Face configs.
-_COUNTS = ("num_experts", "num_local_experts")
+_COUNTS = ("num_experts", "num_local_experts")  # keys for the number of experts in Hugging Face configs
 # TensorRT-LLM's ExpertScaleNormalizationMode.
 NOT_NORMALIZED, RENORMALIZED = 0, 1
 _GROUPS = {"n_group": 1, "topk_group": 1, "n_shared_experts": 0}

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-Table = tuple[int, ...]
-"""The shape of a part of a state."""
+Table = tuple[int, ...]  # the shape of a part of a state
 
 
 @dataclass(frozen=True, kw_only=True)

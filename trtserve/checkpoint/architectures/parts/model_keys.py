@@ -95,8 +95,7 @@ _EXPECTED: tuple[tuple[str, Callable[[object], bool], tuple[str, ...]], ...] = (
     ("lists of words", lambda value: value != [] and _are(str, value), _LISTS_OF_WORDS),
     ("lists of integers", lambda value: _are(int, value), _LISTS_OF_NUMBERS),
 )
-KEYS = (*_SIZES, *(key for _, _, keys in _EXPECTED for key in keys))
-"""Every key whose type is checked."""
+KEYS = (*_SIZES, *(key for _, _, keys in _EXPECTED for key in keys))  # every key whose type is checked
 
 
 def require_types(hf: HfConfig) -> None:

@@ -30,8 +30,7 @@ _REQUIRED = {
 }
 SCALINGS = tuple(_REQUIRED)
 _BEYOND = ("yarn",)  # what TensorRT-LLM's checkpoints do not record
-# Keys of the rotary embedding that do not scale it.
-_UNSCALED = ("rope_theta", "partial_rotary_factor")
+_UNSCALED = ("rope_theta", "partial_rotary_factor")  # keys of the rotary embedding that do not scale it
 
 _NUMBERS = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
