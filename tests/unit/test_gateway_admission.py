@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import tracemalloc
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.support.gateways import settings_of
+from tests.support.http_pages import sending
 from trtserve.bench.traffic import read_trace
 from trtserve.client.endpoint import Endpoint
 from trtserve.errors import UsageError
@@ -117,6 +119,61 @@ def test_a_triton_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         asyncio.run(asyncio.wait_for(ask(f"127.0.0.1:{listening.getsockname()[1]}"), timeout=60))
+
+
+_HEAD = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"garbage\r\n\r\n", "Bad status line"),
+        (_HEAD + b"Content-Length: 5\r\n\r\n<html", "with a JSON object"),
+        (_HEAD + b"Content-Length: 200000\r\n\r\n" + b"[" * 200_000, "with a JSON object"),
+        (_HEAD + b"Content-Length: 2\r\n\r\n[]", "with a JSON object"),
+        (_HEAD + b"Content-Length: 2\r\n\r\n{}", "as no Triton does"),
+        (_HEAD + b"Content-Length: 28\r\n\r\n" + b'{"name": "m", "input": [1]}\n', "as no Triton does"),
+        (_HEAD + b"\r\n" + b"x" * (2 << 20), "has more than 1 MiB"),
+        (b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/x\r\nContent-Length: 0\r\n\r\n", "with status 302"),
+        (b"HTTP/1.1 101 Other\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n", "with status 101"),
+        (b"HTTP/1.1 999 No\r\nContent-Length: 2\r\n\r\n{}", "with status 999"),
+    ],
+)
+def test_a_triton_that_talks_nonsense_is_unavailable(
+    answer: bytes, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trtserve.gateway.triton._LARGEST_ANSWER", 1 << 20)
+
+    async def ask(address: str) -> None:
+        triton = TritonHttp(address, address)
+        try:
+            with pytest.raises(RefusedError, match=reason) as caught:
+                await triton.model("demo")
+            assert caught.value.status == 503
+            assert len(caught.value.text) < 400
+        finally:
+            await triton.close()
+
+    with sending(lambda _: iter([answer])) as (port, _):
+        asyncio.run(asyncio.wait_for(ask(f"127.0.0.1:{port}"), timeout=60))
+
+
+@pytest.mark.parametrize("length", [b"many", b"9" * 18, b"9" * 5000, b"-1", b"50"])
+def test_an_answer_with_a_false_length_of_its_json_is_unavailable(length: bytes) -> None:
+    """The gateway gave the request an id, and reads the JSON to take it out again."""
+    config = b'{"name": "demo", "input": [{"name": "text_input", "data_type": "TYPE_STRING", "dims": [1]}]}'
+    lie = _HEAD + b"Inference-Header-Content-Length: " + length + b"\r\nContent-Length: 2\r\n\r\n{}"
+
+    def answer(path: str) -> Iterator[bytes]:
+        yield _HEAD + b"Content-Length: %d\r\n\r\n" % len(config) + config if path.endswith("/config") else lie
+
+    body = {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["Hi"]}]}
+    with (
+        sending(answer) as (port, _),
+        TestClient(Gateway(settings_of(triton_http=f"127.0.0.1:{port}")), base_url="http://127.0.0.1") as client,
+    ):
+        found = client.post("/v2/models/demo/infer", json=body)
+    assert found.status_code == 503, found.text
 
 
 def test_the_health_page_of_nvidias_front_end_needs_no_key_either(tmp_path: Path) -> None:

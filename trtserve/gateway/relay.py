@@ -34,7 +34,7 @@ from trtserve.gateway.openai.answering import Measures, Stopwatch
 from trtserve.gateway.openai.errors import api_error
 from trtserve.gateway.replicas import Replica, Replicas, UnansweredError
 from trtserve.gateway.settings import GatewaySettings
-from trtserve.gateway.triton import SilentError, TritonHealth, TritonHttp, TritonPath, find_target
+from trtserve.gateway.triton import SilentError, TritonHealth, TritonHttp, TritonPath, find_target, read_answer
 
 _LOG = logging.getLogger(__name__)
 # https://www.w3.org/TR/trace-context/#traceparent-header
@@ -50,6 +50,7 @@ _EVENTS = re.compile(rb"^data:(?! *{\"error\")", re.MULTILINE)
 _ERROR, _FAILED, _UNAVAILABLE = 400, 500, 503
 _MAX_DIGITS = 19
 _LONGEST_REASON = 500
+_LARGEST_JSON, _LARGEST_ERROR = 512 << 20, 8 << 20  # bytes of an answer that is kept before it is passed on
 _STOP_SECONDS = 10.0
 _STOP_AGAIN = 0.5
 
@@ -206,14 +207,14 @@ async def _answer(response: ClientResponse, own_id: str, send: Send, stopwatch: 
     first = b""
     if own_id and response.content_type != _STREAM:
         given = response.headers.get(JSON_LENGTH)
-        whole = await (response.read() if given is None else response.content.readexactly(int(given)))
+        whole = await _json_part(response, given)
         first = whole.replace(added, b"", 1)
         headers = [pair for pair in headers if pair[0].lower() != JSON_LENGTH.lower().encode()]
         if given is not None:
             headers.append((JSON_LENGTH.encode(), str(len(first)).encode()))
         length = None if length is None else length - len(whole) + len(first)
     elif status >= _ERROR:
-        whole = await response.read()
+        whole = await read_answer(response, _LARGEST_ERROR)
         first = whole.replace(added, b"") if own_id else whole
         length = None if length is None else length - len(whole) + len(first)
     if status >= _ERROR:
@@ -231,6 +232,15 @@ async def _answer(response: ClientResponse, own_id: str, send: Send, stopwatch: 
         body = chunk.replace(added, b"") if own_id else chunk
         await send({"type": "http.response.body", "body": body, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
+
+
+async def _json_part(response: ClientResponse, given: str | None) -> bytes:
+    """Return the JSON of an answer, which has `given` bytes; None: no tensors follow."""
+    if given is None:
+        return await read_answer(response, _LARGEST_JSON)
+    if given.isascii() and given.isdigit() and len(given) < _MAX_DIGITS and int(given) <= _LARGEST_JSON:
+        return await response.content.readexactly(int(given))
+    raise SilentError(f"Triton's answer has {given[:100]} bytes of JSON")
 
 
 def _status(answer: bytes, given: int) -> int:

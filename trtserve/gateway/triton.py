@@ -49,6 +49,10 @@ _READY_SECONDS = 4.0
 _DESCRIPTION_SECONDS = 30.0
 # Triton closes no idle connection within this time.
 _IDLE_SECONDS = 15.0
+# Triton leads nowhere else and changes no protocol.
+_STATUSES = frozenset((*range(200, 300), *range(400, 600)))
+_LARGEST_ANSWER = 16 << 20  # about models, and of the metrics page
+_LONGEST_REASON = 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,9 +205,12 @@ class TritonHttp:
                 allow_redirects=False,
                 ssl=True if self._tls is None else self._tls,
             ) as response:
+                if response.status not in _STATUSES:
+                    raise SilentError(f"Triton answers with status {response.status}")
                 yield response
-        except (ClientError, OSError, TimeoutError, asyncio.TimeoutError) as error:
-            raise SilentError(f"Triton does not answer: {str(error) or type(error).__name__}") from error
+        except (ClientError, EOFError, OSError, TimeoutError, asyncio.TimeoutError) as error:
+            reason = str(error).partition("\n")[0][:_LONGEST_REASON] or type(error).__name__
+            raise SilentError(f"Triton does not answer: {reason}") from error
 
     async def is_ready(self, path: str = "/v2/health/ready") -> bool:
         """Return whether Triton answers a health page with 200."""
@@ -216,12 +223,18 @@ class TritonHttp:
     async def metrics(self) -> bytes:
         """Return the metrics page. Raises RefusedError without an answer."""
         async with self.send("GET", "/metrics", seconds=_ANSWER_SECONDS, metrics=True) as response:
-            return await response.read()
+            return await read_answer(response, _LARGEST_ANSWER)
 
     async def config(self, path: str) -> Any:
         """Return a model's configuration. Raises RefusedError as `model` does."""
         async with self.send("GET", path, seconds=_ANSWER_SECONDS) as response:
-            config: Any = from_json(await response.read())
+            content = await read_answer(response, _LARGEST_ANSWER)
+        try:
+            config: Any = from_json(content)
+        except ValueError:
+            config = None
+        if not isinstance(config, dict):
+            raise SilentError(f"Triton does not answer {path} with a JSON object")
         if response.status != 200:
             raise RefusedError(response.status, str(config.get("error", "the model is unknown")))
         return config
@@ -231,7 +244,11 @@ class TritonHttp:
         known = self._models.get(name)
         if known is not None and time.monotonic() - known[0] < _DESCRIPTION_SECONDS:
             return known[1]
-        found = _model(await self.config(f"{model_path(name)}/config"))
+        config = await self.config(f"{model_path(name)}/config")
+        try:
+            found = _model(config)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise SilentError(f"Triton describes {name[:200]} as no Triton does: {str(error)[:200]}") from error
         self._models[name] = (time.monotonic(), found)
         return found
 
@@ -253,7 +270,17 @@ class TritonHttp:
             headers = {JSON_LENGTH: str(length)}
         path = f"{model_path(core)}/{verb}"
         async with self.send("POST", path, body, headers, seconds=_ANSWER_SECONDS) as response:
-            await response.read()
+            await read_answer(response, _LARGEST_ANSWER)
+
+
+async def read_answer(response: ClientResponse, most: int) -> bytes:
+    """Return a whole answer. Raises SilentError for one of more than `most` bytes, which is not read further."""
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > most:
+            raise SilentError(f"Triton's answer has more than {most >> 20} MiB")
+    return bytes(body)
 
 
 def _model(config: Mapping[str, Any]) -> TritonModel:
