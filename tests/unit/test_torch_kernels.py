@@ -10,6 +10,9 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
+from tests.support.paged_steps import PagedSteps
+from tests.support.tiny_decoders import DECODERS
+from tests.support.torch_models import torch_model
 from trtserve.checkpoint.architectures.base import ClampedGate, Experts
 from trtserve.executor.engine.guided import Guide
 from trtserve.executor.engine.logits_processing import LogitsProcessor
@@ -118,6 +121,28 @@ def test_keys_of_long_sequences_are_shared_out(kind: str, monkeypatch: pytest.Mo
         found = attention_kernels.decode_attention(query[:rows], cache, tables[:rows], counts[:rows], scores)
         torch.testing.assert_close(found[:4], expected[:rows], rtol=1e-4, atol=1e-5)
         assert found.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek, latent attention",
+        "gemma4, heads of two sizes, shared keys, inputs of layers",
+        "llama4, chunks, bare norms, experts with scaled inputs",
+        "nemotron-h, single blocks",
+    ],
+)
+def test_whole_decoders(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latent attention, heads of two sizes, chunks, and experts without gates: prompts in chunks, then decode steps."""
+    from trtserve.executor.torch import kernels, model, plain_operations
+
+    tiny, found = DECODERS[name], []
+    sequences = {key: np.random.default_rng(3).integers(3, 259, size).tolist() for key, size in (("a", 22), ("b", 5))}
+    for operations in (kernels, plain_operations):
+        monkeypatch.setattr(model, "operations_for", lambda device, chosen=operations: chosen)
+        found.append(PagedSteps(torch_model(tiny), sequences).run([{"a": 13}, {"a": 7, "b": 4}, {"a": 1, "b": 1}]))
+    for key in sequences:
+        np.testing.assert_allclose(found[0][key], found[1][key], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(("rotated", "interleaved", "normed"), [(0, False, True), (16, True, False), (48, False, True)])

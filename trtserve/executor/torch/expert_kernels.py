@@ -252,6 +252,7 @@ def _stages() -> int:
 
 def expert_mlp(x: Tensor, matrices: ExpertWeights, chosen: Tensor, weights: Tensor, activation: Activation) -> Tensor:
     """See `Operations.expert_mlp`. The pairs of token and expert are sorted by expert, and tiled expert by expert."""
+    chosen, weights = chosen.contiguous(), weights.contiguous()
     tokens, per_token = chosen.shape
     experts, hidden, inside = matrices.inner.shape
     outer_bias, inner_bias, clamp = matrices.outer_bias, matrices.inner_bias, matrices.clamp
