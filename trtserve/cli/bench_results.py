@@ -80,13 +80,13 @@ def compare(
     before: Annotated[Path, RunsArgument],
     after: Annotated[Path, RunsArgument],
     max_regression: Annotated[
-        str, typer.Option("--max-regression", metavar="5%", help="How much worse a mean time may be.")
+        str, typer.Option("--max-regression", metavar="PERCENT", help="How much worse a mean time may be.")
     ] = "0%",
     drift: Annotated[
         str,
         typer.Option(
             "--drift",
-            metavar="5%",
+            metavar="PERCENT",
             help="How far two runs of one server may differ by chance; several runs on each side measure it.",
         ),
     ] = "5%",

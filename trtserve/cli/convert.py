@@ -35,7 +35,7 @@ def convert(
         list[str] | None, typer.Argument(metavar="-- FLAG", help="Flags for NVIDIA's tool, passed on unchanged.")
     ] = None,
     name: Annotated[
-        str | None, typer.Option("--name", help="Name of the checkpoint.", show_default="the model's")
+        str | None, typer.Option("--name", metavar="NAME", help="Name of the checkpoint.", show_default="the model's")
     ] = None,
     out: OutOption = None,
     verify: VerifyOption = False,
@@ -116,7 +116,7 @@ def build(
         list[str] | None, typer.Argument(metavar="-- FLAG", help="Flags for trtllm-build, passed on unchanged.")
     ] = None,
     name: Annotated[
-        str | None, typer.Option("--name", help="Name of the engine.", show_default="the checkpoint's")
+        str | None, typer.Option("--name", metavar="NAME", help="Name of the engine.", show_default="the checkpoint's")
     ] = None,
     out: OutOption = None,
     json: JsonOption = False,
@@ -202,7 +202,7 @@ def lora(
         Literal["float16", "float32", "bfloat16"], typer.Option("--storage-type", help="Type of the weights.")
     ] = "float16",
     name: Annotated[
-        str | None, typer.Option("--name", help="Name of the result.", show_default="the adapter's")
+        str | None, typer.Option("--name", metavar="NAME", help="Name of the result.", show_default="the adapter's")
     ] = None,
     out: OutOption = None,
     json: JsonOption = False,

@@ -29,7 +29,9 @@ class Connection(Spec):
     server: str | None = option(
         None, metavar="NAME", help="Running server to ask.", unset="the only one", completes=servers, common=True
     )
-    host: str | None = option(None, help="Ask this host instead of a server started here.", panel=CONNECTION)
+    host: str | None = option(
+        None, metavar="HOST", help="Ask this host instead of a server started here.", panel=CONNECTION
+    )
     http_port: int | None = option(
         None,
         metavar="PORT",

@@ -50,7 +50,10 @@ def import_(
     name: Annotated[
         str | None,
         typer.Option(
-            "--name", help="Name of the model.", show_default="the alias, the last part of the id, or the folder"
+            "--name",
+            metavar="NAME",
+            help="Name of the model.",
+            show_default="the alias, the last part of the id, or the folder",
         ),
     ] = None,
     convert: ConvertSpec,

@@ -80,7 +80,7 @@ def _paths(incomplete: str) -> Iterator[str]:
             yield f"{head}{slash}{path.name}{'/' if path.is_dir() else ''}"
 
 
-JSON_HELP = "Print the result as JSON (versioned envelope)."
+JSON_HELP = "Print the result as JSON."
 DRY_RUN_HELP = "Print what would be done, with every external command."
 QUIET_HELP = "No progress on stderr."
 JsonOption = Annotated[bool, typer.Option("--json", help=JSON_HELP)]

@@ -32,7 +32,9 @@ class RepositorySpec(ForRelease):
     `batching_strategy` set the common ones, and None leaves them alone.
     """
 
-    name: str = option("", help="Name under which the model is served.", unset="the engine's name", common=True)
+    name: str = option(
+        "", metavar="NAME", help="Name under which the model is served.", unset="the engine's name", common=True
+    )
     streaming: bool = option(
         True,
         "--streaming/--no-streaming",

@@ -51,7 +51,7 @@ class ServerSpec(InContainer):
     """How a server is started; ports are fixed beforehand, since clients must know them."""
 
     ui: bool = option(False, "--ui", help="Serve a page with a conversation and the server's figures.", common=True)
-    name: str | None = option(None, help="Name of the server.", unset="the repository's", common=True)
+    name: str | None = option(None, metavar="NAME", help="Name of the server.", unset="the repository's", common=True)
     host: str = option("127.0.0.1", metavar="ADDRESS", help="Interface to listen on.", common=True)
     http_port: int = option(HTTP_PORT, metavar="PORT", help="HTTP port.", minimum=1, maximum=_LAST_PORT, common=True)
     grpc_port: int = option(GRPC_PORT, metavar="PORT", help="gRPC port.", minimum=1, maximum=_LAST_PORT, common=True)
