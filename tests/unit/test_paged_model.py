@@ -7,7 +7,7 @@ import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -41,41 +41,45 @@ MIXED: list[dict[str, int]] = [
 TORCH_DECODERS = {name: tiny for name, tiny in DECODERS.items() if tiny.packing is None}
 
 
-def _reference(tiny: TinyDecoder) -> ReferenceDecoder:
-    return ReferenceDecoder(tiny.decoder, tiny.sizes, tiny.tensors, packing=tiny.packing)
+def _expected(tiny: TinyDecoder) -> dict[str, npt.NDArray[Any]]:
+    """The logits of each sequence by a reference."""
+    reference = ReferenceDecoder(tiny.decoder, tiny.sizes, tiny.tensors, packing=tiny.packing)
+    return {name: reference.logits(ids) for name, ids in SEQUENCES.items()}
 
 
 def _model(folder: Path, tiny: TinyDecoder, **precision: Any) -> PagedModel:
     return PagedModel(write_engine(folder, tiny, **precision), threads=1)
 
 
+class Compiled(NamedTuple):
+    tiny: TinyDecoder
+    model: PagedModel
+    expected: dict[str, npt.NDArray[Any]]
+
+
 @pytest.fixture(scope="module", params=DECODERS)
-def compiled(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[TinyDecoder, PagedModel]:
-    """A decoder and its model, compiled once."""
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    """A decoder, its model, compiled once, and the logits that are expected of it."""
     tiny = DECODERS[request.param]
-    return tiny, _model(tmp_path_factory.mktemp("decoder"), tiny)
+    return Compiled(tiny, _model(tmp_path_factory.mktemp("decoder"), tiny), _expected(tiny))
 
 
-def test_mixed_batches_equal_reference(compiled: tuple[TinyDecoder, PagedModel]) -> None:
+def test_mixed_batches_equal_reference(compiled: Compiled) -> None:
     _require_reference(*compiled)
 
 
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("tiny", TORCH_DECODERS.values(), ids=TORCH_DECODERS)
 def test_mixed_batches_on_torch_equal_reference(tiny: TinyDecoder, tmp_path: Path) -> None:
-    _require_reference(tiny, tiny_model("torch", tmp_path, tiny))
+    _require_reference(tiny, tiny_model("torch", tmp_path, tiny), _expected(tiny))
 
 
-def _require_reference(tiny: TinyDecoder, model: ModelRunner) -> None:
+def _require_reference(tiny: TinyDecoder, model: ModelRunner, expected: dict[str, npt.NDArray[Any]]) -> None:
     logits = PagedSteps(model, SEQUENCES).run(MIXED)
     # Only half of the numbers' digits are kept where float16 is also the type of arithmetic.
     narrow = not isinstance(model, PagedModel) and tiny.tensors["lm_head.weight"].dtype == np.float16
-    for sequence, ids in SEQUENCES.items():
-        expected = _reference(tiny).logits(ids)
-        found = logits[sequence]
-        np.testing.assert_allclose(found, expected[: len(found)], atol=0.05 if narrow else 2e-4)
+    for sequence, found in logits.items():
+        np.testing.assert_allclose(found, expected[sequence][: len(found)], atol=0.05 if narrow else 2e-4)
     assert [len(logits[sequence]) for sequence in SEQUENCES] == [40, 9, 70]
 
 
@@ -86,7 +90,7 @@ def test_lower_precisions_stay_within_bounds(compute: str, kv: str, bound: float
     tiny = tiny_decoder(dtype=ml_dtypes.bfloat16)
     model = _model(tmp_path, tiny, compute=compute, kv=kv)
     logits = PagedSteps(model, SEQUENCES).run(MIXED)
-    error = max(float(np.abs(logits[s] - _reference(tiny).logits(ids)).max()) for s, ids in SEQUENCES.items())
+    error = max(float(np.abs(logits[name] - expected).max()) for name, expected in _expected(tiny).items())
     assert 0 < error < bound
 
 
@@ -96,19 +100,16 @@ def test_positions_stay_exact_in_bfloat16(tmp_path: Path) -> None:
     ids = [int(token) for token in np.random.default_rng(5).integers(0, 320, 600)]
     model = _model(tmp_path, tiny, compute="bf16", kv="f16")
     logits = PagedSteps(model, {"a": ids}).run([{"a": 500}, {"a": 100}])["a"]
-    assert float(np.abs(logits[500:] - _reference(tiny).logits(ids)[500:]).max()) < 0.4
+    expected = ReferenceDecoder(tiny.decoder, tiny.sizes, tiny.tensors).logits(ids)
+    assert float(np.abs(logits[500:] - expected[500:]).max()) < 0.4
 
 
-def test_padded_decode_step_equals_the_reference(
-    compiled: tuple[TinyDecoder, PagedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiny, model = compiled
-    monkeypatch.setattr(model, "_padded_sizes", [6, 6, 3, 6])
-    steps = PagedSteps(model, {"a": SEQUENCES["a"], "b": SEQUENCES["b"]})
+def test_padded_decode_step_equals_the_reference(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled.model, "_padded_sizes", [6, 6, 3, 6])
+    steps = PagedSteps(compiled.model, {"a": SEQUENCES["a"], "b": SEQUENCES["b"]})
     logits = steps.run([{"a": 1}, {"a": 20, "b": 3}, *[{"a": 1}] * 15, {"a": 2, "b": 1}, {"b": 1}, {"a": 1}])
-    for sequence, ids in logits.items():
-        expected = _reference(tiny).logits(SEQUENCES[sequence])
-        np.testing.assert_allclose(ids, expected[: len(ids)], atol=2e-4)
+    for sequence, found in logits.items():
+        np.testing.assert_allclose(found, compiled.expected[sequence][: len(found)], atol=2e-4)
 
 
 @pytest.mark.parametrize(

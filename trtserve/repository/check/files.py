@@ -216,6 +216,7 @@ def _counts_vocabulary(source: str) -> bool:
     )
 
 
+@lru_cache(maxsize=16)  # three rules ask for the same files
 def _programs(model: ModelFolder) -> list[tuple[PurePosixPath, Path, str]]:
     """Path below the version folder, file and text of every Python file of a model's program."""
     files = [*model.version.glob("*.py"), *(model.version / PACKAGE).rglob("*.py")]
