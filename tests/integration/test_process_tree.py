@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,8 @@ import pytest
 
 from tests.support.waiting import eventually, wait_until
 from trtserve.errors import MissingDependencyError, ServerStopError
-from trtserve.process import Command, ProcessId, exit_code, run, spawn, stop, tree
+from trtserve.host.machine import SHARED_MEMORY
+from trtserve.process import Command, ProcessId, exit_code, kill_group, run, spawn, stop, tree
 
 SLEEP = "import time; time.sleep(60)"
 # A child in its own session, as mpirun's daemons make; its pid is written once it runs.
@@ -78,6 +80,29 @@ def test_a_process_that_ignores_term_is_killed(tmp_path: Path, grace: float, urg
     assert eventually(lambda: (tmp_path / "log").read_text() == "up\n")
     assert stop(identity, grace=grace, urgent=lambda: urgent)
     assert exit_code(identity) == -signal.SIGKILL
+
+
+SHARES = """
+import signal, time
+from multiprocessing.shared_memory import SharedMemory
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(SharedMemory(create=True, size=4096).name, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("end", [lambda one: stop(one, grace=0.1), lambda one: kill_group(one.pid)])
+def test_shared_memory_of_killed_python_goes_with_it(tmp_path: Path, end: Callable[[ProcessId], object]) -> None:
+    """Python's resource tracker, a process of its own, removes what the others leave."""
+    log = tmp_path / "log"
+    identity = python(SHARES, log)
+    wait_until(lambda: log.read_text().endswith("\n"))
+    region = SHARED_MEMORY / log.read_text().strip()
+    assert region.exists()
+    end(identity)
+    wait_until(lambda: not identity.alive())
+    assert not region.exists()
+    assert not tree(identity)
 
 
 def test_a_reused_pid_is_left_alone(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,9 +25,11 @@ from tests.support.peft_adapters import write_adapter
 from tests.support.release_client import NEWEST
 from tests.support.servers import running_server
 from tests.support.waiting import wait_until
+from trtserve.host.machine import SHARED_MEMORY
 from trtserve.pipeline.import_spec import resolve_import
 from trtserve.pipeline.importing import import_to_repository
 from trtserve.process import tree
+from trtserve.programs.shared.run_folder import SOCKETS
 from trtserve.server.state import Server
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.store import Store
@@ -79,8 +82,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         store=Store(home),
     )
     repository = import_to_repository(spec, store=Store(home))
+    before = shared_memory_and_sockets()
     with running_server(repository.path, home=home, name=NAME, gateway=True, ready_timeout=300) as running:
         yield running
+    wait_until(lambda: shared_memory_and_sockets() <= before)
+
+
+def shared_memory_and_sockets() -> set[Path]:
+    return {*SHARED_MEMORY.glob("psm_*"), *Path(tempfile.gettempdir()).glob(f"{SOCKETS}*")}
 
 
 @pytest.fixture

@@ -28,6 +28,8 @@ T = TypeVar("T")
 POLL_INTERVAL = 0.05
 _MEASURED = 0.2
 _KILLED = 10.0
+# Python's resource trackers end this soon after those that they serve.
+_TRACKED = 2.0
 # Fields of /proc/PID/stat, counted from the one after the program's name: the state is the first.
 _MAJOR_FAULTS = 9
 _CPU_TIMES = slice(11, 13)
@@ -319,9 +321,29 @@ def stop_all(
         time.sleep(POLL_INTERVAL)
     if any(root.alive() for root in roots) or not wait_gone(members | _trees(roots), 0.5, urgent):
         members |= _trees(roots)
-        for member in (*roots, *members):
-            _signal(member, signal.SIGKILL)
+        _kill({*roots, *members})
     return wait_gone({*roots, *members}, _KILLED)
+
+
+def kill_group(group: int) -> None:
+    """End all members of a process group with a KILL, as `stop_all` does."""
+    import psutil
+
+    members = (ProcessId.of(pid) for pid in psutil.pids() if _group_of(pid) == group)
+    _kill({member for member in members if member is not None})
+    with suppress(ProcessLookupError, PermissionError):  # what they have started meanwhile
+        os.killpg(group, signal.SIGKILL)
+
+
+def _kill(members: Collection[ProcessId]) -> None:
+    """Kill processes; Python's resource trackers last, which remove the shared memory that the others leave."""
+    trackers = {member for member in members if any("resource_tracker" in word for word in arguments(member))}
+    for member in members:
+        if member not in trackers:
+            _signal(member, signal.SIGKILL)
+    wait_gone(trackers, _TRACKED)
+    for tracker in trackers:
+        _signal(tracker, signal.SIGKILL)
 
 
 def _trees(roots: Collection[ProcessId]) -> set[ProcessId]:
@@ -426,6 +448,13 @@ def _session_of(pid: int) -> int | None:
     try:
         return os.getsid(pid)
     except OSError:  # The process has ended or belongs to another user.
+        return None
+
+
+def _group_of(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except OSError:
         return None
 
 

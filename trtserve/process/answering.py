@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import os
 import signal
 import struct
 import subprocess
@@ -16,7 +15,7 @@ from typing import IO, Any
 
 import msgspec
 
-from trtserve.process import how_it_ended
+from trtserve.process import how_it_ended, kill_group
 
 
 class AnsweringProcess:
@@ -183,16 +182,14 @@ class FramedProcess:
 
     def kill(self) -> None:
         """End the process and all others of its group."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._child.pid, signal.SIGKILL)
+        kill_group(self._child.pid)
         self._child.kill()  # it may not lead its group yet
         self.wait()
 
     def _end_group(self) -> None:
         """End what it leaves behind: forked children have its pipe too, so `read` would wait for their end."""
         self._child.wait()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._child.pid, signal.SIGKILL)
+        kill_group(self._child.pid)
 
     def close(self) -> None:
         """Close both pipes, when nobody reads or writes any more."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +19,7 @@ from trtserve.artifacts import ModelRepository
 from trtserve.errors import ArtifactError, LockedError, TrtserveError, UsageError
 from trtserve.files import child, decode_as, locked, read_json_object, write_json
 from trtserve.process import ProcessId
+from trtserve.programs.shared.run_folder import SOCKETS
 from trtserve.server.triton import tritonserver as triton_server
 from trtserve.server.triton.tritonserver import Address
 from trtserve.specs import ServerSpec
@@ -286,7 +288,10 @@ def forget(server: Server, store: Store, *, failure: Failure | None = None) -> N
         shutil.rmtree(child(store.servers, f"{server.name}.proxy"), ignore_errors=True)
         shutil.rmtree(gateway_folder(server.name, store), ignore_errors=True)
         shutil.rmtree(child(store.servers, f"{server.name}.door"), ignore_errors=True)  # as it was called before
-        shutil.rmtree(run_folder(server.name, store), ignore_errors=True)
+        folder = run_folder(server.name, store)
+        for link in folder.glob(f"{SOCKETS}*"):
+            shutil.rmtree(Path(tempfile.gettempdir(), link.name), ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         ended: dict[str, Any] = {"instances": server.instances, "reason": "", "stopper": None, "ready_since": None}
         if failure is not None:
             ended["failure"] = failure

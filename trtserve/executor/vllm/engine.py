@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,8 @@ from trtserve.executor.vllm.arguments import (
 )
 from trtserve.executor.vllm.installation import VARIABLE, require_installation
 from trtserve.process.answering import FramedProcess
+from trtserve.programs.shared.run_folder import SOCKETS
+from trtserve.programs.shared.run_folder import VARIABLE as RUN_FOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +48,7 @@ _SIDE = Path(__file__).with_name("engine_side.py")
 # Of this interpreter only: the child has other packages.
 _OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME")
 _LIBRARIES = "LD_LIBRARY_PATH"
+_SOCKETS = "VLLM_RPC_BASE_PATH"
 # The engine side says that it is alive every second; vLLM may take this long for a step.
 _LONGEST_SILENCE = 20.0
 _LONGEST_STEP = 300.0
@@ -92,7 +98,9 @@ class VllmProcess(ABC):
         self._next_id = 1
         self._terminating = threading.Event()
         self._failure: str | None = None
-        self._child = FramedProcess([str(python), str(_SIDE)], {**child_environment(), **(environment or {})})
+        self._sockets = socket_folder()
+        environment = {**child_environment(), _SOCKETS: str(self._sockets), **(environment or {})}
+        self._child = FramedProcess([str(python), str(_SIDE)], environment)
         self._killer = threading.Timer(_LAST_SECONDS, self._child.kill)
         self._killer.daemon = True
         self._child.send([dict(arguments), list(adapters), followers])
@@ -124,7 +132,7 @@ class VllmProcess(ABC):
                     reason = content[0]
         reason = reason or f"its process has ended with code {self._child.wait()}"
         self._child.kill()
-        self._child.close()
+        self._close_child()
         raise RuntimeError(f"vLLM does not start: {reason}")
 
     def run(self) -> None:
@@ -146,7 +154,11 @@ class VllmProcess(ABC):
             reason = self._failure or f"vLLM's process has ended with code {self._child.wait()}"
             self._fail(f"The executor has stopped working: {reason}")
         self._killer.cancel()
+        self._close_child()
+
+    def _close_child(self) -> None:
         self._child.close()
+        shutil.rmtree(self._sockets, ignore_errors=True)
 
     @property
     def failure(self) -> str | None:
@@ -344,6 +356,18 @@ def child_environment() -> dict[str, str]:
         if each and each != own and (sys.prefix == "/usr" or not Path(each).is_relative_to(sys.prefix))
     ]
     return {"VLLM_NO_USAGE_STATS": "1", **kept, **({_LIBRARIES: ":".join(folders)} if folders else {})}
+
+
+def socket_folder() -> Path:
+    """Make the folder of vLLM's sockets, whose paths have at most 107 bytes; the server's run folder has a link to it.
+
+    vLLM itself leaves its sockets where they are.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=SOCKETS))
+    if (run := os.environ.get(RUN_FOLDER)) is not None:
+        with suppress(OSError):  # the server is being stopped
+            Path(run, folder.name).symlink_to(folder)
+    return folder
 
 
 def _error(number: int, request: GenerationRequest, reason: str) -> RequestOutput:

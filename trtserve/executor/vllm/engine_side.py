@@ -20,6 +20,7 @@ import functools
 import io
 import os
 import re
+import shutil
 import signal
 import socket
 import struct
@@ -285,6 +286,9 @@ def follow(port: int) -> None:
         signal.signal(signal.SIGTERM, pass_on)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         with contextlib.suppress(ProcessLookupError):
+            for _ in range(20):  # Python's resource tracker ends last
+                os.killpg(child, 0)
+                time.sleep(0.1)
             os.killpg(child, signal.SIGKILL)
         os._exit(code if code >= 0 else 1)
     os.setpgid(0, 0)
@@ -320,20 +324,36 @@ def _end_after(parent: int) -> None:
 
 
 def end_children(code: int) -> None:
-    """End this process and all that it has started."""
+    """End this process and all that it has started, but for Python's resource tracker, as in `end_group`."""
     import psutil
 
     for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            process.kill()
+        _end(process)
     os._exit(code)
 
 
 def end_group() -> None:
-    """End this process and all processes of vLLM, which are in its group."""
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
+    """End this process and all processes of vLLM, which are in its group, and remove their sockets.
+
+    Python's resource tracker is left: it ends after the last of them, and removes their shared memory.
+    """
+    import psutil
+
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError):
+            if os.getpgid(process.pid) == os.getpid() != process.pid:
+                _end(process)
+    if folder := os.environ.get("VLLM_RPC_BASE_PATH"):
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
+
+
+def _end(process: Any) -> None:
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        if not any("resource_tracker" in word for word in process.cmdline()):
+            process.kill()
 
 
 def _start(arguments: dict[str, Any], side: EngineSide) -> Any:

@@ -13,6 +13,8 @@ from pathlib import Path
 VARIABLE = "TRTSERVE_RUN_FOLDER"
 DRAINING = "draining"  # file that `trtserve stop --drain` makes
 HEARTBEATS = "*.heartbeat"
+SOCKETS = "trtserve-vllm-"
+"""How temporary folders of sockets begin, and the links to them, which let `trtserve stop` remove what was killed."""
 STOPPED = "The executor has stopped working"
 """How the embedded executor begins to say that it will answer nothing any more."""
 _SIZE = 2048
