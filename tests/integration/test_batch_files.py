@@ -143,6 +143,29 @@ def test_wrong_lines_are_named_before_anything_is_sent(
     assert words in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize("name", ["in.jsonl", "in.NDJSON"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{broken\n{"custom_id": "a"}\n', "line 1 is not JSON"),
+        ('{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x"}\n', "line 1 is not JSON"),
+        ('\0\0{"custom_id"', "line 1 is not JSON"),
+        ('{"prompt": "x"}\n{"prompt": "y"}\n', "line 1 needs a custom_id"),
+        ('["a"]\n["b"]\n', "line 1 is not a JSON object"),
+        ("What is ML?\n", "line 1 is not JSON"),
+        ("\n \n", "holds no request"),
+    ],
+)
+def test_a_file_that_is_named_lines_of_json_is_never_sent_as_prompts(
+    name: str, content: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert query(1, "--input-file", tmp_path / name) == UsageError.code
+    told = " ".join(capsys.readouterr().err.split())
+    assert words in told
+    assert "Prompts, one per line, are in a file with another name" in told
+
+
 def test_a_batch_takes_no_request_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(tmp_path / "in.jsonl", line("a"))
     assert query(1, "--input-file", file, "--max-tokens", "5") == UsageError.code

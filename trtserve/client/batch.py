@@ -22,6 +22,11 @@ from trtserve.files import is_unicode, parse_json, writing
 
 _MOST_REQUESTS = 1_000_000
 _LONGEST_LINE = 8 << 20  # bytes; a gateway takes no larger body
+_LINES_OF_JSON = (".jsonl", ".ndjson")
+_HINT = (
+    "Each line is a request in OpenAI's batch format. Prompts, one per line, are in a file with another name, such as "
+    "prompts.txt."
+)
 _URL = re.compile(r"/v1/[a-z_/]{1,100}")
 _AT_ONCE = 16
 _BUSY = (429, 503)
@@ -41,9 +46,11 @@ class BatchRequest:
 
 
 def is_batch(path: Path) -> bool:
-    """Return whether the first line of a regular file is a request of a batch."""
+    """Return whether a regular file is named as lines of JSON, or its first line is a request of a batch."""
     if not path.is_file():
         return False
+    if path.suffix.lower() in _LINES_OF_JSON:
+        return True
     with suppress(OSError, ValueError, UsageError), path.open("rb") as file:
         first = next(_lines(file, path), (0, 0, b""))[2]
         found = parse_json(first)
@@ -59,7 +66,7 @@ def read_batch(path: Path) -> list[BatchRequest]:
             request, where = _request(line, f"{path}, line {number}"), f"--input-file: {path}, line {number}"
             custom_id, url = request.get("custom_id"), request.get("url")
             if not isinstance(custom_id, str) or custom_id in found:
-                raise UsageError(f"{where} needs a custom_id, a text that no other line has.")
+                raise UsageError(f"{where} needs a custom_id, a text that no other line has.", hint=_HINT)
             if not isinstance(url, str) or not _URL.fullmatch(url) or request.get("method", "POST") != "POST":
                 raise UsageError(f"{where} is not a POST to a url below /v1, such as /v1/chat/completions.")
             if not isinstance(request.get("body"), dict) or request["body"].get("stream"):
@@ -67,6 +74,8 @@ def read_batch(path: Path) -> list[BatchRequest]:
             if len(found) == _MOST_REQUESTS:
                 raise UsageError(f"--input-file: {path} has more than {_MOST_REQUESTS} requests.", hint="Split it.")
             found[custom_id] = BatchRequest(custom_id=custom_id, url=url, at=at)
+    if not found:
+        raise UsageError(f"--input-file: {path} holds no request.", hint=_HINT)
     return list(found.values())
 
 
@@ -86,9 +95,9 @@ def _request(line: bytes, where: str) -> Line:
     try:
         found = parse_json(line)
     except ValueError as error:
-        raise UsageError(f"--input-file: {where} is not JSON: {error}.") from None
+        raise UsageError(f"--input-file: {where} is not JSON: {error}.", hint=_HINT) from None
     if not isinstance(found, dict):
-        raise UsageError(f"--input-file: {where} is not a JSON object.")
+        raise UsageError(f"--input-file: {where} is not a JSON object.", hint=_HINT)
     return found
 
 
