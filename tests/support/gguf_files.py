@@ -59,6 +59,14 @@ _OWN: dict[str, dict[str, str]] = {
         "mlp.gate.wg": "ffn_gate_inp",
         **{f"mlp.shared_mlp.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     },
+    "falcon-h1": {
+        "pre_ff_layernorm": "ffn_norm",
+        **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+        "mamba.in_proj": "ssm_in",
+        "mamba.conv1d": "ssm_conv1d",
+        "mamba.out_proj": "ssm_out",
+        "mamba.norm": "ssm_norm",
+    },
     "gemma4": _AFTER_BOTH
     | _LAYER_INPUTS
     | {
@@ -171,11 +179,9 @@ def write_gguf_model(folder: Path, family: str, architecture: str, kind: str, **
             meant[name] = values
             tensors |= _gpt_oss(name.removeprefix("model.layers."), values)
             continue
-        if module in _SCALES or module.startswith("experts."):
-            own = _SCALES.get(module, f"ffn_{'down' if 'down' in module else 'gate_up'}_exps.weight")
-            chosen = "F32" if own in _SCALES.values() else kind
-            content, meant[name] = stored(values, chosen)
-            tensors[f"blk.{layer}.{own}"] = values.shape, chosen, content
+        if (odd := _without_stem(name.partition(f".{layer}.")[2], values, kind)) is not None:
+            own, written_as, meant[name] = odd
+            tensors[f"blk.{layer}.{own}"] = written_as
             continue
         if stem.startswith("model.altup_"):
             stack, _, _ = stem.removeprefix("model.").rpartition(".")
@@ -201,9 +207,7 @@ def write_gguf_model(folder: Path, family: str, architecture: str, kind: str, **
         if heads:
             floats = floats.reshape(heads, len(values) // heads // 2, 2, -1).swapaxes(1, 2).reshape(values.shape)
         meant[name] = floats - shift
-        # llama.cpp drops dimensions of 1.
-        shape = tuple(size for size in values.shape if size > 1) if own.endswith(_FLOATS) else values.shape
-        tensors[f"{own}.{ending}"] = shape, chosen, content
+        tensors[f"{own}.{ending}"] = _shape(own, values, config), chosen, content
     for own, experts in stacks.items():
         experts.sort(key=lambda item: int(next(part for part in item[0].split(".")[::-1] if part.isdigit())))
         parts = [(name, stored(values, kind)) for name, values in experts]
@@ -213,6 +217,26 @@ def write_gguf_model(folder: Path, family: str, architecture: str, kind: str, **
     file = write_gguf(folder / f"{family}.gguf", metadata_of(config, architecture), tensors)
     write_safetensors(plain / "model.safetensors", meant)
     return file, plain
+
+
+def _shape(own: str, values: Array, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the shape in the file: llama.cpp drops dimensions of 1, and Mamba's norms have their groups."""
+    if own.endswith("ssm_norm"):
+        return config["mamba_n_groups"], len(values) // config["mamba_n_groups"]
+    return tuple(size for size in values.shape if size > 1) if own.endswith(_FLOATS) else values.shape
+
+
+def _without_stem(module: str, values: Array, kind: str) -> tuple[str, Written, Array] | None:
+    """Write what has no `.weight` in transformers: its name in a layer, what is written, and what that stands for."""
+    if module.startswith("experts."):
+        content, floats = stored(values, kind)
+        return f"ffn_{'down' if 'down' in module else 'gate_up'}_exps.weight", (values.shape, kind, content), floats
+    if (own := _FLOAT_VECTORS.get(module)) is None:
+        return None
+    logarithm = own == "ssm_a"
+    content, floats = stored(-np.exp(values) if logarithm else values, "F32")
+    shape = (*values.shape, 1) if own in ("ssm_a", "ssm_d") else values.shape
+    return own, (shape, "F32", content), np.log(-floats) if logarithm else floats
 
 
 def _rotations(config: Mapping[str, Any], architecture: str) -> dict[str, Written]:
@@ -229,11 +253,18 @@ def _rotations(config: Mapping[str, Any], architecture: str) -> dict[str, Writte
     return tensors
 
 
-_SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+_FLOAT_VECTORS = {
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "mamba.A_log": "ssm_a",
+    "mamba.D": "ssm_d",
+    "mamba.dt_bias": "ssm_dt.bias",
+}
 _ALTUP = {"altup_projections": "altup_proj", "altup_unembed_projections": "altup_unembd_proj"}
 _OUTER = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
+    "model.final_layernorm": "output_norm",
     "model.embed_tokens_per_layer": "per_layer_token_embd",
     "model.per_layer_model_projection": "per_layer_model_proj",
     "model.per_layer_projection_norm": "per_layer_proj_norm",
@@ -241,7 +272,7 @@ _OUTER = {
     "lm_head": "output",
 }
 # Matrices that stay floats.
-_FLOATS = ("ffn_gate_inp", "ffn_gate_inp_shexp", "shortconv.conv")
+_FLOATS = ("ffn_gate_inp", "ffn_gate_inp_shexp", "shortconv.conv", "ssm_conv1d")
 
 
 def _gpt_oss(name: str, values: Array) -> dict[str, Written]:
@@ -338,6 +369,11 @@ def _kinds_of_layers(config: Mapping[str, Any], architecture: str) -> dict[str, 
         return {
             "lfm2.attention.head_count_kv": [heads if each else 0 for each in attending],
             "lfm2.attention.layer_norm_rms_epsilon": config["norm_eps"],
+        }
+    if architecture == "falcon-h1":
+        sizes = {"inner_size": "d_ssm", "time_step_rank": "n_heads", "state_size": "d_state", "group_count": "n_groups"}
+        return {
+            f"falcon-h1.ssm.{key}": config[f"mamba_{name}"] for key, name in (sizes | {"conv_kernel": "d_conv"}).items()
         }
     if architecture == "hunyuan-moe":
         return {

@@ -31,6 +31,16 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "intermediate_size": 192,
 }
+# llama.cpp multiplies the weights of Falcon-H1 by its factors.
+NO_FACTORS: dict[str, Any] = {
+    "mlp_multipliers": None,
+    "ssm_multipliers": None,
+    "mamba_norm_before_gate": False,
+    **{
+        f"{part}_multiplier": None
+        for part in ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
+    },
+}
 MODELS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("llama", "llama", "Q4_0", {"head_dim": 32}),
     ("llama", "llama", "F16", {"tie_word_embeddings": True}),
@@ -62,6 +72,8 @@ MODELS: list[tuple[str, str, str, dict[str, Any]]] = [
     ),
     ("gemma4_moe", "gemma4", "Q8_0", {"head_dim": 32}),
     ("gemma3n", "gemma3n", "F16", {"head_dim": 32}),
+    ("falcon_h1", "falcon-h1", "Q8_0", NO_FACTORS),
+    ("falcon_h1", "falcon-h1", "Q4_0", {**NO_FACTORS, "mamba_rms_norm": True}),
     ("hunyuan_v1_moe", "hunyuan-moe", "Q8_0", {"head_dim": 64, "rope_scaling": None}),
     ("phi3", "phi3", "Q8_0", {}),
     ("phi3_long", "phi3", "Q8_0", {"hidden_size": 64}),
@@ -395,6 +407,21 @@ def test_numbers_of_gemma_3n_that_are_not_what_they_must_be(tmp_path: Path) -> N
         with pytest.raises(CorruptFileError, match=key):
             config_of(found)
         found.metadata[key] = told
+
+
+def test_falcon_h1_without_the_names_and_numbers_that_it_needs(tmp_path: Path) -> None:
+    file, _ = write_gguf_model(tmp_path, "falcon_h1", "falcon-h1", "Q8_0", **SIZES | NO_FACTORS)
+    found = GgufFile(file)
+    meant = [stored.name for stored, _ in tensors_of(found)]
+    found.entries["blk.0.ffn_norm"] = found.entries.pop("blk.0.ffn_norm.weight")  # as llama.cpp names it here
+    assert sorted(stored.name for stored, _ in tensors_of(found)) == sorted(meant)
+    found.entries["blk.0.ssm_a"] = found.entries["blk.0.ssm_d"]
+    (rows,) = (rows for stored, rows in tensors_of(found) if stored.name == "model.layers.0.mamba.A_log")
+    with pytest.raises(CorruptFileError, match="not negative"):
+        rows.rows(0, 8)
+    del found.entries["output.weight"]
+    with pytest.raises(UnsupportedModelError, match="no output matrix"):
+        config_of(found)
 
 
 def test_special_tokens_outside_the_vocabulary_are_none(tmp_path: Path) -> None:

@@ -163,11 +163,12 @@ class GgufRows(Encoding):
     """Rows of a GGUF matrix or vector.
 
     `heads` > 0: the rows of each head are stored in turns, first and second half, as llama.cpp keeps Llama's queries
-    and keys. `shift` is added.
+    and keys. `shift` is added. `logarithms`: the file has -exp of the numbers, as of Mamba's A.
     """
 
     heads: int = 0
     shift: float = 0.0
+    logarithms: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -176,6 +177,11 @@ class GgufRows(Encoding):
     def _rows(self, first: int, count: int) -> Floats:
         import numpy as np
 
+        if self.logarithms:
+            stored = self._stored(first, count)
+            if not (stored < 0).all():
+                raise CorruptFileError(f"{self.codes.where} has numbers that are not negative.", hint=_AGAIN)
+            return np.log(-stored)
         if not self.heads:
             return self._stored(first, count) + np.float32(self.shift)
         size = self.shape[0] // self.heads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ from trtserve.checkpoint.gguf import GgufFile, GgufRows
 from trtserve.checkpoint.gguf_metadata import AGAIN, MODULES, OTHER, OUTER, Metadata
 from trtserve.errors import CorruptFileError, UnsupportedModelError
 
-_IN_LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)\.(weight|bias|scale)")
+_IN_LAYER = re.compile(r"blk\.(\d{1,6})\.(.+?)(?:\.(weight|bias|scale))?")
 # Tensors that say what the config says.
 _ROPE = "rope_freqs.weight"
 _OF_CONFIG = (_ROPE, "rope_factors_short.weight", "rope_factors_long.weight")
@@ -21,7 +22,7 @@ _MOST_PAIRS = 65_536
 # Whole names in transformers, without `.weight`.
 _WHOLE = (
     *("self_attn.sinks", "layer_scalar", "router.scale", "router.per_expert_scale"),
-    "altup.correct_output_scale",
+    *("altup.correct_output_scale", "mamba.A_log", "mamba.D", "mamba.dt_bias"),
 )
 # What llama.cpp divides the frequencies by that do not turn.
 _STILL = 1e30
@@ -85,7 +86,9 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 
 def _of_family(data: Metadata, head_size: int, share: int) -> dict[str, Any]:
     """Return what only some families have in their configs, beyond `GgufFamily.keys`."""
-    own = {"phi3": _phi3, "lfm2": _lfm2, "exaone4": _exaone4, "olmo2": _olmo2}.get(data.architecture)
+    own = {"phi3": _phi3, "lfm2": _lfm2, "exaone4": _exaone4, "olmo2": _olmo2, "falcon-h1": _falcon_h1}.get(
+        data.architecture
+    )
     if data.architecture.startswith("gemma"):
         return _gemma(data, head_size, share)
     return {"hidden_act": "silu"} | ({} if own is None else own(data))
@@ -114,6 +117,17 @@ def _olmo2(data: Metadata) -> dict[str, Any]:
     if data.get("attention.sliding_window", int, 0):
         raise UnsupportedModelError(f"{data.file.path} is an OLMo 3; OLMo 2 is read from GGUF.", hint=OTHER)
     return {}
+
+
+def _falcon_h1(data: Metadata) -> dict[str, Any]:
+    if "output.weight" not in data.file.entries:
+        raise UnsupportedModelError(
+            f"{data.file.path} has no output matrix: its embeddings are multiplied by a factor of their own.",
+            hint=OTHER,
+        )
+    inner, heads = data.size("ssm.inner_size"), data.size("ssm.time_step_rank")
+    # llama.cpp gates before it norms.
+    return {"mamba_d_head": inner // heads, "mamba_norm_before_gate": False}
 
 
 def _gemma(data: Metadata, head_size: int, share: int) -> dict[str, Any]:
@@ -274,7 +288,7 @@ def tensors_of(file: GgufFile) -> Iterator[tuple[StoredTensor, Encoding]]:
                 yield replace(stored, name=f"{outer}.{kind}"), _rows(stored, data, norm=norm)
                 continue
         else:
-            found = list(_of_layer(stored, data, *layer.groups()))
+            found = list(_of_layer(stored, data, layer[1], layer[2], layer[3] or "weight"))
             yield from found
             if found:
                 continue
@@ -284,7 +298,8 @@ def tensors_of(file: GgufFile) -> Iterator[tuple[StoredTensor, Encoding]]:
 def _rows(stored: StoredTensor, data: Metadata, *, norm: bool = False, heads: int = 0) -> GgufRows:
     if heads and (stored.entry.shape[0] % heads or stored.entry.shape[0] // heads % 2):
         raise CorruptFileError(f"{stored.where} has {stored.entry.shape[0]} rows for {heads} heads.", hint=AGAIN)
-    return GgufRows(codes=stored, heads=heads, shift=data.family.norm_shift if norm else 0.0)
+    shift = data.family.norm_shift if norm else 0.0
+    return GgufRows(codes=stored, heads=heads, shift=shift, logarithms=stored.name.endswith(".ssm_a"))
 
 
 def _of_layer(
@@ -303,6 +318,8 @@ def _of_layer(
         if module == "ffn_gate_inp_shexp" and len(shape) == 1:
             stored = stored.seen_as(1, *shape)
         name = own if own in _WHOLE else f"{own}.{kind}"
+        if module in ("ssm_a", "ssm_d", "ssm_norm"):  # they have a dimension more
+            stored = stored.seen_as(math.prod(shape))
         yield replace(stored, name=prefix + name), _rows(stored, data, norm=norm, heads=heads)
     elif experts is not None and len(shape) == (3 if kind == "weight" else 2):
         yield from _each(stored, data, f"{prefix}{experts}.{kind}")
