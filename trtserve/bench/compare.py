@@ -25,8 +25,7 @@ from trtserve.errors import ArtifactError, UsageError
 from trtserve.files import read_json_object
 from trtserve.repository.config import read_config
 
-DRIFT = 0.05
-"""How far the means of two runs of one server may differ, as a part of the mean, where it was not measured."""
+DRIFT = 0.05  # how far the means of two runs of one server may differ, as a part of the mean, where it was not measured
 _LEVEL = 0.95
 _Measure = Callable[[RequestRecord], float | None]
 _MEASURES: dict[str, _Measure] = {

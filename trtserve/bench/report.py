@@ -31,8 +31,7 @@ SHORT_COLUMNS = ("ms", "mean", "p50", "p90", "p99")
 SCHEMA = 2
 REPORT = "report.json"
 SAMPLES = "samples.jsonl"
-FEW = "*"
-"""Behind a percentile that too few answers support, on the terminal and in the page alike."""
+FEW = "*"  # behind a percentile that too few answers support, on the terminal and in the page alike
 FEW_NOTE = "*: too few answers to know how exact this percentile is (95 % interval); ask for more with --num-requests."
 SHORT_FEW_NOTE = FEW_NOTE.replace("*:", "* and –:")
 _SCALES = "▁▂▃▄▅▆▇█"

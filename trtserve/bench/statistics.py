@@ -71,8 +71,7 @@ def read_duration(text: str) -> float | None:
 
 
 NANOSECONDS_PER_MS = 1e6
-VALID_DELIVERY = 0.99
-"""Lowest delivered / offered rate of a valid open loop."""
+VALID_DELIVERY = 0.99  # lowest delivered / offered rate of a valid open loop
 QUANTILES = {"p50": 0.50, "p75": 0.75, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 _EVERY_GOAL = Goals({})
 # Intervals need values in order of time; those of single tokens are far more than their requests can tell.
@@ -334,8 +333,7 @@ def _delivered_ratio(sent: Sequence[RequestRecord]) -> float | None:
 Interval = tuple[float, float]
 
 LEVEL = 0.95
-FEWEST = 32
-"""Values below which there is no interval."""
+FEWEST = 32  # values below which there is no interval
 _FEWEST_BATCHES, _MOST_BATCHES = 8, 32
 # Batches are joined in pairs while the correlation of neighbours is larger than this.
 _CORRELATED = 0.1

@@ -25,8 +25,7 @@ from trtserve.errors import UsageError
 from trtserve.files import LARGEST_DATA, is_unicode, parse_json, read_text
 from trtserve.specs import BenchSpec
 
-Prompt = tuple[npt.NDArray[np.int32], str | None]
-"""Token ids of a prompt, and its text for a text model."""
+Prompt = tuple[npt.NDArray[np.int32], str | None]  # token ids of a prompt, and its text for a text model
 
 
 class Writer(Protocol):
@@ -416,8 +415,7 @@ def _stretched(unit: npt.NDArray[np.float64], first: float, last: float, count: 
     return np.asarray(ramped + (unit - ramp) / last)
 
 
-Buckets = list[tuple[int, int, int]]
-"""Shortest and longest length of a bucket, and how often it occurs."""
+Buckets = list[tuple[int, int, int]]  # shortest and longest length of a bucket, and how often it occurs
 
 # The built-in histogram of benchmark_core_model.py.
 EXAMPLE: dict[str, Buckets] = {

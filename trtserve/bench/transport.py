@@ -27,8 +27,7 @@ from trtserve.files import parse_json
 
 ProtocolName = Literal["grpc", "http", "openai", "in-process"]
 
-Chunk = tuple[int, Any]
-"""Time of arrival (ns), and the response as it arrived: it is decoded after the run."""
+Chunk = tuple[int, Any]  # time of arrival (ns), and the response as it arrived: it is decoded after the run
 
 
 @dataclass(frozen=True, kw_only=True)

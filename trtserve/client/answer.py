@@ -17,8 +17,7 @@ from trtserve.files import parse_json
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-OutputKey = tuple[str, int, int]
-"""(name of the output, prompt, sequence)"""
+OutputKey = tuple[str, int, int]  # (name of the output, prompt, sequence)
 
 
 @dataclass(kw_only=True)
@@ -89,8 +88,7 @@ _NATURAL_ENDS = ("length", "end_id", "stop_words", "stop")
 _INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 Outputs = Mapping[str, "npt.NDArray[Any]"]
-Key = tuple[int, int, int]
-"""(prompt, sample, beam)"""
+Key = tuple[int, int, int]  # (prompt, sample, beam)
 
 
 class Answer:

@@ -17,12 +17,10 @@ from trtserve.specs.server import GRPC_PORT, HTTP_PORT
 if TYPE_CHECKING:
     from trtserve.client.transport import SyncClient
 
-CONNECT_TIMEOUT = 10.0
-"""Default seconds for a server's first answer."""
+CONNECT_TIMEOUT = 10.0  # default seconds for a server's first answer
 
 TOKEN_NAME = "trtserve-key"
-SECRET_NAME = "trtserve-inner"
-"""Header that Triton's own HTTP service expects from a gateway, and from nobody else."""
+SECRET_NAME = "trtserve-inner"  # header that Triton's own HTTP service expects from a gateway, and from nobody else
 
 
 def grpc_token(api_key: str) -> str:

@@ -41,8 +41,7 @@ from trtserve.files import parse_json
 OK = 200
 CROWDED = 32768
 _EVENT_ENDS = (b"\n\n", b"\n\r\n")
-MOST_BYTES = 2 << 30
-"""Of an answer that is kept whole, as gRPC's messages have at most."""
+MOST_BYTES = 2 << 30  # of an answer that is kept whole, as gRPC's messages have at most
 _MOST_HEAD, _MOST_EVENT = 1 << 20, 64 << 20
 
 

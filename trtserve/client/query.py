@@ -37,8 +37,7 @@ OnText = Callable[[str], None]
 OnStart = Callable[[RequestContext], None]
 TextFilter = Callable[[str | None], str]
 """Takes the pieces of an answer, and None at its end; returns what of them is said, and not thought."""
-Pieces = Generator[str, None, Generation]
-"""The pieces of a text as they arrive, and then the answer."""
+Pieces = Generator[str, None, Generation]  # the pieces of a text as they arrive, and then the answer
 
 
 def generate(

@@ -468,8 +468,7 @@ _VLLM_GUIDES = {"json_schema": "json", "regex": "regex", "ebnf_grammar": "gramma
 _VLLM_OWN = ("end_id", "return_log_probs", "guide", "guide_type", "return_num_input_tokens", "return_num_output_tokens")
 
 
-VLLM_SEEDS = 2**63
-"""Seeds of vLLM are below it."""
+VLLM_SEEDS = 2**63  # seeds of vLLM are below it
 
 
 def vllm_guide(kind: str, text: str) -> str:

@@ -27,10 +27,8 @@ from trtserve.programs.shared.tokenizer import configured_end_ids, decode, encod
 PREPROCESSING = "preprocessing"
 _FALSE_WORDS = ("false", "0", "f", "n", "no")
 
-TEMPLATE_SECONDS = 5.0
-"""Longest time that a template may compute."""
-TEMPLATE_CHARACTERS = 8 << 20
-"""Longest text that a template may make."""
+TEMPLATE_SECONDS = 5.0  # longest time that a template may compute
+TEMPLATE_CHARACTERS = 8 << 20  # longest text that a template may make
 _TEMPLATE_FILE, _TEMPLATES_FOLDER = "chat_template.jinja", "additional_chat_templates"
 _STANDARD_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 Encode = Callable[[str], list[int]]

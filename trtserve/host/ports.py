@@ -131,8 +131,7 @@ def _socket(host: str) -> socket.socket:
 
 
 _VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
-LOOPBACK = "localhost,127.0.0.1,::1"
-"""What `no_proxy` needs, so that other programs reach a server of this machine."""
+LOOPBACK = "localhost,127.0.0.1,::1"  # what `no_proxy` needs, so that other programs reach a server of this machine
 
 
 def is_here(host: str) -> bool:

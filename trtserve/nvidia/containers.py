@@ -30,10 +30,8 @@ from trtserve.process.signals import stop_signals
 from trtserve.progress import Progress
 
 DOCKER = "docker"
-SQUASHFS = (".sqsh", ".squashfs")
-"""Suffixes of images that are files, which pyxis can run and docker cannot."""
-SHM_GIB = 2
-"""Shared memory of NVIDIA's own examples; docker's default of 64 MB is too little for one Python model."""
+SQUASHFS = (".sqsh", ".squashfs")  # suffixes of images that are files, which pyxis can run and docker cannot
+SHM_GIB = 2  # shared memory of NVIDIA's own examples; docker's default of 64 MB is too little for one Python model
 
 # Passed by name, so that their values appear in no command line, log or manifest.
 _SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")

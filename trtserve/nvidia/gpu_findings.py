@@ -9,10 +9,8 @@ from trtserve.host.machine import format_bytes
 from trtserve.nvidia.releases import RELEASES
 from trtserve.nvidia.releases.containers import containers_of, kernels_for
 
-FIRST_FP8 = 89
-"""Compute capability × 10 from which GPUs have FP8 arithmetic."""
-FIRST_BFLOAT16 = 80
-"""Compute capability × 10 from which GPUs have bfloat16 arithmetic."""
+FIRST_FP8 = 89  # compute capability × 10 from which GPUs have FP8 arithmetic
+FIRST_BFLOAT16 = 80  # compute capability × 10 from which GPUs have bfloat16 arithmetic
 
 
 def capability_words(sm: int) -> str:

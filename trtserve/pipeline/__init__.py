@@ -13,8 +13,7 @@ from trtserve.artifacts import Artifact
 from trtserve.progress import SILENT, Progress
 from trtserve.store import Store, reusable
 
-MANIFEST_BYTES = 64 * 2**10
-"""Size of the small files beside an artefact's weights, at most."""
+MANIFEST_BYTES = 64 * 2**10  # size of the small files beside an artefact's weights, at most
 
 StageName = Literal["import", "convert", "build", "repo", "start"]
 

@@ -28,8 +28,7 @@ from trtserve.specs import ServerSpec
 from trtserve.store import NameRecord, Store, link_or_copy, publish, remembered_checksums, reusable
 from trtserve.store.remote import LARGEST_MANIFEST, MANIFEST_TYPE, Blob, Shelf, parse_target
 
-PIECE = 256 << 20
-"""Bytes of the pieces that large files travel in."""
+PIECE = 256 << 20  # bytes of the pieces that large files travel in
 _TYPE = "application/vnd.trtserve.artifact.v1+json"
 _FILE = "org.opencontainers.image.title"
 _OFFSET = "trtserve.offset"

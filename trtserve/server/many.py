@@ -52,8 +52,7 @@ from trtserve.store import Store
 
 _LOG = logging.getLogger(__name__)
 
-NAME = "models"
-"""Name of the server if none is given."""
+NAME = "models"  # name of the server if none is given
 _GIB = 1 << 30
 _STOPPED_WITHIN = 20.0
 

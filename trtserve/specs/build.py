@@ -11,8 +11,7 @@ from trtserve.specs.options import InContainer, option, panel_of
 
 KvPrecision = Literal["auto", "f32", "f16", "u8"]
 RuntimeName = Literal["auto", "tensorrt_llm", "llmapi", "torch", "vllm", "openvino"]
-Device = Literal["cpu", "cuda"]
-"""Where an engine keeps its weights: in main memory, or on NVIDIA GPUs."""
+Device = Literal["cpu", "cuda"]  # where an engine keeps its weights: in main memory, or on NVIDIA GPUs
 DeviceName = Literal["cpu", "cuda", "gpu", "npu", "auto"]
 PluginType = Literal["disable", "auto", "float16", "float32", "bfloat16"]
 GemmPluginType = Literal["disable", "auto", "float16", "float32", "bfloat16", "fp8", "nvfp4"]

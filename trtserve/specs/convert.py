@@ -14,8 +14,7 @@ DType = Literal["auto", "float32", "float16", "bfloat16"]
 Quantization = Literal["none", "int8", "int4", "int4_awq", "int8_sq", "fp8"]
 Converter = Literal["own", "upstream"]
 
-CALIBRATED = ("int4_awq", "int8_sq", "fp8")
-"""Quantisations that look at activations; NVIDIA ModelOpt does them."""
+CALIBRATED = ("int4_awq", "int8_sq", "fp8")  # quantisations that look at activations; NVIDIA ModelOpt does them
 
 _checkpoint = partial(option, panel="Checkpoint")
 _nvidia_tools = partial(option, panel=NVIDIA_TOOLS)

@@ -18,8 +18,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 
 from trtserve.errors import UsageError, did_you_mean
 
-INT32 = 2**31 - 1
-"""Largest integer of Triton's configuration and of TensorRT-LLM's SizeType32."""
+INT32 = 2**31 - 1  # largest integer of Triton's configuration and of TensorRT-LLM's SizeType32
 UINT64 = 2**64 - 1
 # Of numbers that are not whole: a time or a rate beyond these would overflow where it is used.
 _SMALLEST, _LARGEST = 1e-9, 10**9

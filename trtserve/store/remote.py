@@ -43,8 +43,7 @@ T = TypeVar("T")
 
 REGISTRY = "oci://"
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
-LARGEST_MANIFEST = 4 << 20
-"""Bytes of a manifest; registries refuse larger ones."""
+LARGEST_MANIFEST = 4 << 20  # bytes of a manifest; registries refuse larger ones
 _TAG_NAME = "org.opencontainers.image.ref.name"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")

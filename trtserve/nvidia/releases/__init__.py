@@ -14,10 +14,8 @@ from typing import Any
 from trtserve.errors import UsageError
 
 RELEASES = ("0.12", "0.13", "0.14", "0.15", "0.16", "0.17", "0.18", "0.19", "0.20", "0.21", "1.0", "1.1", "1.2")
-NEWEST = RELEASES[-1]
-"""The newest supported release."""
-LAST_WITH_ENGINES = "1.2"
-"""The last release with `trtllm-build`, converters and Triton's C++ backend."""
+NEWEST = RELEASES[-1]  # the newest supported release
+LAST_WITH_ENGINES = "1.2"  # the last release with `trtllm-build`, converters and Triton's C++ backend
 
 
 def order(release: str) -> tuple[int, int]:

@@ -101,8 +101,7 @@ LLMAPI_LAUNCH = "trtllm-llmapi-launch"
 
 CORE_MODEL = "tensorrt_llm"
 
-ORCHESTRATOR = "TRTLLM_ORCHESTRATOR"
-"""Environment: 1 in orchestrator mode."""
+ORCHESTRATOR = "TRTLLM_ORCHESTRATOR"  # environment: 1 in orchestrator mode
 
 SPAWN_PROCESSES = "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES"
 """Environment: 1 when the orchestrator spawns its workers, 0 when they are started before."""
@@ -135,8 +134,7 @@ def launcher_facts(release: str) -> LauncherFacts:
     return LauncherFacts(**switches, examples=next(each.folder for each in examples if each.within(wanted)))
 
 
-EMBEDDED_TAG = "24.10"
-"""The container with the Triton of the package nvidia-pytriton, 2.51."""
+EMBEDDED_TAG = "24.10"  # the container with the Triton of the package nvidia-pytriton, 2.51
 
 
 @dataclass(frozen=True, kw_only=True)

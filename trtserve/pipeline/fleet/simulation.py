@@ -21,8 +21,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-GROUPS = 4
-"""Arrivals that are given out together are at most this part of the replicas: 1/4."""
+GROUPS = 4  # arrivals that are given out together are at most this part of the replicas: 1/4
 _HIT = 0.95
 """Part of the prefixes that a warm replica could have which the gateway's choice finds (`gateway/balancing.py`)."""
 _WIDTH = 1.02

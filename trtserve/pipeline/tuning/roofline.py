@@ -203,8 +203,7 @@ _STALE = 0.2  # change of the logarithm of a weight after which the engine in vi
 _PASSES = 2
 _REACH = np.array([1.2, 2.0, 1.2])
 """Doublings of batch, tokens of a step and load over which what the terms cannot say changes."""
-_ALIKE = 0.8
-"""Correlation of what the terms cannot say of two figures of one measure, such as a mean and a percentile."""
+_ALIKE = 0.8  # correlation of what the terms cannot say of two figures of one measure, such as a mean and a percentile
 _OWN = 0.15  # part of it that no other lane shares
 _MISFIT = {"rate": 0.12, "mean": 0.15, "percentile": 0.2}
 """Standard deviation of the logarithm of what the terms cannot say."""

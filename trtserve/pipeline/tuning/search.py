@@ -41,8 +41,7 @@ from trtserve.progress import SILENT, Progress
 from trtserve.store import Store
 
 Name = TypeVar("Name")
-SURE = 0.98
-"""Level at which a winner replaces what it was compared with: at 95 %, three of a hundred equals did."""
+SURE = 0.98  # level at which a winner replaces what it was compared with: at 95 %, three of a hundred equals did
 _ASSUMED = (DRIFT / 2) ** 2  # variance of the logarithm of a run's mean, until runs were repeated
 _ASSUMED_DEGREES = 8
 
@@ -110,8 +109,7 @@ class Race(Generic[Name]):
         return [assumed, (total / degrees, degrees)] if degrees else [assumed]
 
 
-RATE_OF = {"throughput": "tokens_per_second", "requests": "requests_per_second"}
-"""What is to be large → its figure."""
+RATE_OF = {"throughput": "tokens_per_second", "requests": "requests_per_second"}  # what is to be large → its figure
 UNITS = {"throughput": "tokens/s", "requests": "requests/s"}
 _RACERS = 3  # the most that race, besides the file's own configuration
 _ROUNDS = 3

@@ -38,8 +38,7 @@ from trtserve.store import Store
 
 _LEVELS = (1, 2, 4, 8, 16, 32)  # requests in flight that are tried where the file does not say it
 _MOST = 20_000
-Values = tuple[tuple[str, Any], ...]
-"""Options and their values, in the order of the ranges."""
+Values = tuple[tuple[str, Any], ...]  # options and their values, in the order of the ranges
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,7 @@ from trtserve.store import Store
 PACKAGE_FOLDER = Path(trtserve.__file__).parent
 """This package, which the core model imports. Of other packages the vllm runtime needs only some that vLLM has too."""
 FOLLOWER = PACKAGE_FOLDER / "executor" / "vllm" / "engine_side.py"
-IMAGE_PYTHON = "/usr/bin/python3"
-"""The Python of NVIDIA's images, with vLLM."""
+IMAGE_PYTHON = "/usr/bin/python3"  # the Python of NVIDIA's images, with vLLM
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,7 @@ from trtserve.specs import ServerSpec
 from trtserve.specs.cluster import ClusterSpec, KubernetesOptions
 from trtserve.specs.options import option
 
-SSH_PORT = 2222
-"""Not 22, so that pods on the host's network do not meet the node's own sshd."""
+SSH_PORT = 2222  # not 22, so that pods on the host's network do not meet the node's own sshd
 _STARTUP_PERIOD = 10  # seconds between two probes of a server that is starting
 _SCRIPTS, _SSH = "/trtserve/scripts", "/trtserve/ssh"
 _LONGEST_NAME = 50  # Pods of a LeaderWorkerSet are called NAME-GROUP-INDEX, and a host name has 63 characters at most

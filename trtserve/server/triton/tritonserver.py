@@ -35,8 +35,7 @@ READY_POLL = 0.1
 _LAST_LINES = 5
 # Triton 2.51 aborts with it when several Python models are loaded at once on a busy machine.
 _STUB_RACE = "boost::interprocess::lock_exception"
-STOP_GRACE = EXIT_TIMEOUT + 4.0
-"""Seconds until a server that was asked to end is killed."""
+STOP_GRACE = EXIT_TIMEOUT + 4.0  # seconds until a server that was asked to end is killed
 
 
 def unique_prefix(name: str) -> str:

@@ -251,8 +251,7 @@ def _explain_status(error: Exception, repository: str, response: Any, endpoint: 
     return NetworkError(f"The hub answered HTTP {status} for {repository}: {reason}", hint=hint)
 
 
-COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-"""A commit as git names it: SHA-1 or SHA-256."""
+COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # a commit as git names it: SHA-1 or SHA-256
 
 _REPOSITORY = re.compile(r"[\w.-]{1,128}(/[\w.-]{1,128})?")
 _SHA1 = re.compile(r"[0-9a-f]{40}")
