@@ -52,7 +52,6 @@ class Transfer:
     """What a push or a pull moves."""
 
     artifact: Artifact  # a pull makes it
-    reference: str  # tag or digest
     total: int  # bytes of all files
     missing: int  # bytes that still have to move
     digest: str  # of the OCI manifest
@@ -82,7 +81,6 @@ def push(
     missing = {piece.blob.digest: piece for piece in pieces if not place.has(piece.blob)}
     transfer = Transfer(
         artifact=artifact,
-        reference=reference,
         total=sum(piece.blob.size for piece in pieces),
         missing=sum(piece.blob.size for piece in missing.values()),
         digest=_digest(manifest),
@@ -134,7 +132,6 @@ def pull(
         missing = [] if there else [piece for piece in pieces if _line(piece) not in done]
         transfer = Transfer(
             artifact=kind(path=path, manifest=manifest),
-            reference=reference,
             total=sum(piece.blob.size for piece in pieces),
             missing=sum(piece.blob.size for piece in missing),
             digest=_digest(raw),

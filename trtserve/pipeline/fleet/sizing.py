@@ -261,7 +261,7 @@ class SimulatedDay:
     minutes: float  # of each hour
 
 
-def simulate(fleet: Fleet, sized: Sized, *, hours: int = 24, seed: int = 0) -> SimulatedDay:
+def simulate(fleet: Fleet, sized: Sized, *, hours: int = 24) -> SimulatedDay:
     """Simulate a day of the planned replicas."""
     shape, traffic = fleet.shapes[sized.shape], fleet.traffic
     speed, _ = speed_of(shape)
@@ -270,8 +270,8 @@ def simulate(fleet: Fleet, sized: Sized, *, hours: int = 24, seed: int = 0) -> S
     replicas = max(1, round((sized.replicas + sized.spare) * part))
     groups = expected * part / max(1, replicas // GROUPS)
     hour = _HOUR * min(1.0, max(1 / 60, _MOST_GROUPS / max(1.0, groups)))
-    random = np.random.default_rng([seed, 24])
-    simulation = Simulation(replicas, speed, prefixes=traffic.prefixes, seed=seed, hour=hour)
+    random = np.random.default_rng([0, 24])
+    simulation = Simulation(replicas, speed, prefixes=traffic.prefixes, hour=hour)
     incidents = _incidents(fleet, shape, replicas, hours, hour, random)
     found = simulation.run(_arrivals(traffic, part, hours, hour, random), incidents, until=hours * hour)
     return SimulatedDay(found=found, replicas=replicas, part=part, minutes=hour / 60)

@@ -134,16 +134,16 @@ class Goal:
     limits: Mapping[str, float]
     aim: str
 
-    def missed(self, value_of: Callable[[str], float | None], slack: float = 0.0) -> float:
-        """Return the largest part by which a limit is missed beyond `slack`; 0 if all are met."""
-        return max((self._miss(name, limit, value_of(name), slack) for name, limit in self.limits.items()), default=0.0)
+    def missed(self, value_of: Callable[[str], float | None]) -> float:
+        """Return the largest part by which a limit is missed; 0 if all are met."""
+        return max((self._miss(name, limit, value_of(name)) for name, limit in self.limits.items()), default=0.0)
 
     @staticmethod
-    def _miss(name: str, limit: float, value: float | None, slack: float) -> float:
+    def _miss(name: str, limit: float, value: float | None) -> float:
         if value is None or value <= 0:
             return 1.0
         ratio = limit / value if name.endswith("_second") or name == "good_share" else value / limit
-        return max(0.0, ratio - 1 - slack)
+        return max(0.0, ratio - 1)
 
 
 @dataclass

@@ -102,11 +102,11 @@ def check_cpu(flags: frozenset[str], cores: int) -> CheckResult:
     return _noted("CPU", "warning" if slow else "ok", evidence, fix)
 
 
-def check_memory(wanted: int, *, least: int = 0) -> CheckResult:
-    """Compare free memory with `wanted` bytes (less is a warning) and `least` (less is a failure)."""
+def check_memory(wanted: int) -> CheckResult:
+    """Compare free memory with `wanted` bytes; less is a warning."""
     free, total, physical = machine.free_memory(), machine.total_memory(), machine.physical_memory()
-    state: State = "failed" if free < least else "warning" if free < wanted else "ok"
-    needed = "" if state == "ok" else f"; about {format_bytes(max(wanted, least))} needed"
+    state: State = "warning" if free < wanted else "ok"
+    needed = "" if state == "ok" else f"; about {format_bytes(wanted)} needed"
     limit = f" (the limit of this process; the machine has {format_bytes(physical)})" if total < physical else ""
     evidence = f"{format_bytes(free)} free of {format_bytes(total)}{limit}{needed}"
     fix = "Close other programs, or build a smaller engine (`trtserve import --quantize int8`)."

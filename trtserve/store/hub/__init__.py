@@ -182,14 +182,14 @@ def take(cached: Path, file: RemoteFile, folder: Path) -> Path:
 
 
 @explained
-def tensor_table(revision: Revision, file: RemoteFile, *, token: str | None = None) -> dict[str, dict[str, Any]]:
+def tensor_table(revision: Revision, file: RemoteFile) -> dict[str, dict[str, Any]]:
     """Read the header of a safetensors file by range request: dtype, shape and data_offsets of each tensor."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import SafetensorsParsingError
 
     if is_offline():
         raise offline(revision.repository)
-    api = HfApi(endpoint=endpoint(), token=token)
+    api = HfApi(endpoint=endpoint())
     try:
         found = calls.asked(
             revision.repository,
