@@ -202,12 +202,10 @@ def test_log_probs_of_an_echoed_prompt(client: TestClient, triton: ScriptedTrito
     likely = 9 - math.log(math.exp(9) + len(triton.files.tokenizer) - 1)
     assert found["token_logprobs"][1:3] == pytest.approx([likely] * 2)
     assert all(value < 0 for value in found["token_logprobs"][1:])
-    if tops:
-        assert found["top_logprobs"][0] is None
-        assert [next(iter(top)) for top in found["top_logprobs"][1:]] == list("HiHello")
-        assert all(len(top) == tops for top in found["top_logprobs"][1:])
-    else:
-        assert found["top_logprobs"] is None
+    first, *rest = found["top_logprobs"]
+    assert first is None
+    assert [next(iter(top)) for top in rest] == list("HiHello")  # the token itself, with logprobs=0 too
+    assert all(len(top) == max(1, tops) for top in rest)
     assert triton.requests[0]["return_context_logits"] == [True]
 
 
@@ -225,6 +223,50 @@ def test_log_probs_of_a_prompt_beside_the_answer(client: TestClient, triton: Scr
     assert [row and next(iter(row.values()))["rank"] for row in both["prompt_logprobs"]] == [None] * 3
     assert error(complete(client, prompt_logprobs=2, logprobs=1))[0] == 400
     assert error(complete(client, prompt_logprobs=2, stream=True))[0] == 400
+
+
+def test_log_probs_of_a_conversation_beside_the_answer(client: TestClient) -> None:
+    whole = chat(client, prompt_logprobs=1).json()
+    assert whole["choices"][0]["logprobs"] is None
+    first, *rest = whole["prompt_logprobs"]
+    assert first is None
+    assert all(len(row) == 1 for row in rest)
+    assert len(rest) == whole["usage"]["prompt_tokens"] - 1
+    assert chat(client).json()["prompt_logprobs"] is None
+    assert error(chat(client, prompt_logprobs=1, logprobs=True, top_logprobs=2))[0] == 400
+
+
+def test_tokens_are_named_by_their_ids(client: TestClient, triton: ScriptedTriton) -> None:
+    names = [f"token_id:{number}" for number in triton.files.encode("Hello", special=False)]
+    found = complete(client, logprobs=1, return_tokens_as_token_ids=True).json()["choices"][0]["logprobs"]
+    assert found["tokens"] == names
+    assert [next(iter(top)) for top in found["top_logprobs"]] == names
+    assert found["text_offset"] == list(range(5))
+    content = chat(client, logprobs=True, return_tokens_as_token_ids=True).json()["choices"][0]["logprobs"]["content"]
+    assert [each["token"] for each in content] == names
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", [6, 7]), ("right", [4, 5]), (None, [6, 7])])
+def test_a_prompt_is_cut_where_the_client_asks(client: TestClient, side: str | None, kept: list[int]) -> None:
+    asked = {"truncate_prompt_tokens": 2, "truncation_side": side, "return_token_ids": True}
+    answer = complete(client, prompt=[4, 5, 6, 7], **asked).json()
+    assert answer["choices"][0]["prompt_token_ids"] == answer["prompt_token_ids"] == kept
+    assert answer["usage"]["prompt_tokens"] == 2
+    assert len(chat(client, **asked).json()["prompt_token_ids"]) == 2
+    assert complete(client, prompt=[4, 5], **asked).json()["prompt_token_ids"] == [4, 5]
+
+
+def test_the_only_model_needs_no_name(client: TestClient) -> None:
+    asked = {"messages": [{"role": "user", "content": "Hi"}]}
+    answer = client.post("/v1/chat/completions", json=asked).json()
+    assert (answer["model"], answer["choices"][0]["message"]["content"]) == (NAME, "Hello")
+    assert client.post("/v1/responses", json={"input": "Hi"}).json()["model"] == NAME
+    assert client.post("/tokenize", json={"prompt": "Hi"}).json()["count"] == 3
+
+
+def test_usage_comes_with_every_chunk_only_where_usage_is_wanted(client: TestClient) -> None:
+    text = complete(client, stream=True, stream_options={"continuous_usage_stats": True}).text
+    assert "usage" not in text
 
 
 def test_an_echoed_prompt_does_not_count_for_the_best_answer(client: TestClient) -> None:

@@ -239,7 +239,7 @@ class MessagesForm(Form[Message]):
             **self._head(),
             "content": [self._block(block) for block in answer.blocks if block.call or block.text],
             **self._reason(),
-            "usage": {"input_tokens": usage.prompt_tokens or 0, "output_tokens": usage.completion_tokens or 0},
+            "usage": _usage(usage.prompt_tokens, usage.completion_tokens),
         }
 
     def collect(self, sequence: Sequenced[Message], piece: TextPiece) -> None:
@@ -252,7 +252,7 @@ class MessagesForm(Form[Message]):
         parts = sequence.answer.add(piece)
         if not self._begun:
             self._begun = True
-            usage = {"input_tokens": sequence.usage.prompt_tokens or 0, "output_tokens": 0}
+            usage = _usage(sequence.usage.prompt_tokens, 0)
             head = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
             made.append(_event("message_start", message=head))
         for part in parts:
@@ -261,8 +261,9 @@ class MessagesForm(Form[Message]):
 
     def end(self) -> bytes:
         """Return the events that end the message."""
-        usage = {"output_tokens": self.sequences[0].usage.completion_tokens or 0}
-        delta = _event("message_delta", delta=self._reason(), usage=usage)
+        usage = self.sequences[0].usage
+        counted = _usage(usage.prompt_tokens, usage.completion_tokens)
+        delta = _event("message_delta", delta=self._reason(), usage=counted)
         return b"".join([*self._close(), delta, _event("message_stop")])
 
     def failed(self, error: ApiError) -> bytes:
@@ -304,6 +305,12 @@ class MessagesForm(Form[Message]):
             yield _event("content_block_stop", index=self._count)
             self._open = None
             self._count += 1
+
+
+def _usage(prompt: int | None, made: int | None) -> Json:
+    """Return the counts of tokens. A prompt counts whole: how much of it a cache held is not told."""
+    cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    return {"input_tokens": prompt or 0, **cached, "output_tokens": made or 0}
 
 
 def _event(kind: str, **content: Any) -> bytes:

@@ -113,7 +113,11 @@ class ChoicesForm(Form[Any]):
 
     def whole(self) -> Json:
         """Return the document."""
-        return self._envelope.whole([choice.whole() for choice in self._best()], self._usage()) | self._head
+        best = self._best()
+        if isinstance(best[0], ChatAnswer):
+            prompt = [each.by_id() for each in best[0].prompt]
+            self._head["prompt_logprobs"] = prompt or None
+        return self._envelope.whole([choice.whole() for choice in best], self._usage()) | self._head
 
     def collect(self, sequence: Sequenced[Any], piece: TextPiece) -> None:
         """Add a piece."""
@@ -122,7 +126,7 @@ class ChoicesForm(Form[Any]):
     def events(self, sequence: Sequenced[Any], piece: TextPiece) -> bytes:
         """Return a chunk for each choice."""
         choices = sequence.answer.chunks(piece)
-        if choices and self._options.continuous_usage_stats:
+        if choices and self._more and self._options.continuous_usage_stats:
             self._more = {"usage": self._usage()}
         if choices and self._head:  # told once
             first, self._head = self._envelope.chunk(choices[:1], self._more | self._head), {}

@@ -88,6 +88,8 @@ class Completion:
     tokens: list[TokenLogProb] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     shows_ids: bool = False
+    prompt_ids: Sequence[int] = ()
+    """The ids of the prompt, if the client wants ids."""
     finish_reason: str | None = None
 
     @property
@@ -114,8 +116,8 @@ class Completion:
         """Return the choice of the whole answer."""
         echoed = self.prompt if self.echoed else []
         choice = self._choice(self.text, [*echoed, *self.tokens], start=0, finish_reason=self.finish_reason)
-        if self.shows_prompt:
-            choice["prompt_logprobs"] = [each.by_id() for each in self.prompt]
+        choice["prompt_logprobs"] = [each.by_id() for each in self.prompt] if self.shows_prompt else None
+        choice["prompt_token_ids"] = list(self.prompt_ids) if self.shows_ids else None
         return {**choice, "token_ids": self.ids} if self.shows_ids else choice
 
     def _choice(self, text: str, tokens: Sequence[TokenLogProb], *, start: int, finish_reason: str | None) -> Json:
@@ -210,11 +212,15 @@ class ChatAnswer(Message):
 
     begun: bool = False
     """Whether a chunk with the role was sent."""
+    prompt: list[TokenLogProb] = field(default_factory=list)
+    """The tokens of the prompt, if their log-probabilities were requested."""
+    shows_log_probs: bool = False
     shows_ids: bool = False
 
     def chunks(self, piece: TextPiece) -> list[Json]:
         """Add a piece and return the choices of the chunks that carry it."""
         parts, choices = self.add(piece), list[Json]()
+        self.prompt += piece.prompt
         shown = piece.ids if self.shows_ids else []
         if not (parts or piece.tokens or shown or self.finish_reason):
             return []  # of a text that may become a call
@@ -248,7 +254,7 @@ class ChatAnswer(Message):
         return {
             "index": self.index,
             "message": message,
-            "logprobs": _chat_log_probs(self.tokens),
+            "logprobs": _chat_log_probs(self.tokens) if self.shows_log_probs else None,
             "finish_reason": self.finish_reason,
             **({"token_ids": self.ids} if self.shows_ids else {}),
         }
@@ -331,10 +337,14 @@ class Token:
     raw: bytes
     """Its bytes, which may be a part of a character."""
     id: int = -1
+    shown: str = ""
+    """What stands for it, if not its text."""
 
     @property
     def name(self) -> str:
         """The text, or as in OpenAI's completions the bytes of a part of a character: several have the same text."""
+        if self.shown:
+            return self.shown
         if self.text.encode() == self.raw:
             return self.text
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.raw)
@@ -350,6 +360,11 @@ class TokenLogProb:
     tops: tuple[tuple[Token, float], ...] = ()
     special: bool = False
     """Whether it is a special token of the prompt, which is not part of the text."""
+
+    @property
+    def named(self) -> list[tuple[Token, float | None]]:
+        """The likeliest tokens, and the token itself."""
+        return [*self.tops, (self.token, self.log_prob)]
 
     def by_id(self) -> dict[str, Any] | None:
         """Return the token and the likeliest ones by their ids, with their ranks where these are known, as in vLLM."""
@@ -371,7 +386,7 @@ class TokenLogProb:
 
 
 def _entry(token: Token, log_prob: float) -> dict[str, Any]:
-    return {"token": token.text, "logprob": log_prob, "bytes": list(token.raw)}
+    return {"token": token.shown or token.text, "logprob": log_prob, "bytes": list(token.raw)}
 
 
 def completion_log_probs(tokens: Sequence[TokenLogProb], start: int) -> dict[str, Any]:
@@ -381,7 +396,7 @@ def completion_log_probs(tokens: Sequence[TokenLogProb], start: int) -> dict[str
     for each in tokens:
         offsets.append(start)
         start += 0 if each.special else len(decoder.decode(each.token.raw))
-    tops = [{token.name: log_prob for token, log_prob in each.tops} or None for each in tokens]
+    tops = [None if each.log_prob is None else {token.name: value for token, value in each.named} for each in tokens]
     return {
         "tokens": [each.token.name for each in tokens],
         "token_logprobs": [each.log_prob for each in tokens],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -126,7 +127,7 @@ class StructuredOutputs(Body):
 class Sampling(Body):
     """What completions and chat have in common."""
 
-    model: str
+    model: str = ""
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1, le=MOST_SEQUENCES)
@@ -147,6 +148,10 @@ class Sampling(Body):
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=_MOST_STOP_IDS)
     ignore_eos: bool = False
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    prompt_logprobs: int | None = Field(None, ge=0, le=5)
+    truncate_prompt_tokens: int | None = Field(None, ge=1, lt=2**31)
+    truncation_side: Literal["left", "right"] = "left"
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = Field(None, min_length=1)
     guided_choice: Choices | None = None
@@ -165,6 +170,11 @@ class Sampling(Body):
     prompt_cache_retention: str = ""
     prompt_cache_options: dict[str, Any] = Field(default_factory=dict)
     moderation: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("prompt_logprobs", mode="before")
+    @classmethod
+    def _no_number(cls, value: Any) -> Any:
+        return None if value is False else value
 
     @field_validator("stop")
     @classmethod
@@ -190,11 +200,30 @@ class Sampling(Body):
     def _consistent(self) -> Sampling:
         if not self.stream and (self.stream_options or StreamOptions()) != StreamOptions():
             raise ValueError("stream_options is only allowed when stream is true")
+        if self.prompt_logprobs is not None and self.tops not in (None, self.prompt_logprobs):
+            raise ValueError("(top_)logprobs and prompt_logprobs must be the same number where both are given")
+        if self.echoes_log_probs and self.stream:
+            raise ValueError("log-probabilities of the prompt (echo with logprobs, prompt_logprobs) cannot be streamed")
         if len(self._guides) > 1:
             raise ValueError("give only one of response_format and the guided_ parameters")
         if self.guide is not None:
             _require_short(len(self.guide[1]))
         return self
+
+    @property
+    @abstractmethod
+    def tops(self) -> int | None:
+        """Alternatives to each token of the answer, or None without log-probabilities."""
+
+    @property
+    def echoes_log_probs(self) -> bool:
+        """Whether the answer has the log-probabilities of the prompt."""
+        return self.prompt_logprobs is not None
+
+    def kept_of(self, ids: Sequence[int]) -> Sequence[int]:
+        """Return the token ids of a prompt that the client keeps."""
+        most = self.truncate_prompt_tokens or len(ids)
+        return ids[:most] if self.truncation_side == "right" else ids[-most:]
 
     @property
     def stops(self) -> list[str]:
@@ -248,9 +277,8 @@ class CompletionBody(Sampling):
     best_of: int | None = Field(None, ge=1, le=MOST_SEQUENCES)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=5)
-    prompt_logprobs: int | None = Field(None, ge=0, le=5)  # vLLM's
 
-    @field_validator("logprobs", "prompt_logprobs", mode="before")
+    @field_validator("logprobs", mode="before")
     @classmethod
     def _number(cls, value: Any) -> Any:
         return None if value is False else value
@@ -268,16 +296,17 @@ class CompletionBody(Sampling):
             raise ValueError("best_of must equal n when stream is true")
         if len(self.prompts) * (self.best_of or self.n) > _MOST_ANSWERS:
             raise ValueError(f"prompts times n (or best_of) must be at most {_MOST_ANSWERS}")
-        if self.prompt_logprobs is not None and self.logprobs not in (None, self.prompt_logprobs):
-            raise ValueError("logprobs and prompt_logprobs must be the same number where both are given")
-        if self.echoes_log_probs and self.stream:
-            raise ValueError("log-probabilities of the prompt (echo with logprobs, prompt_logprobs) cannot be streamed")
         return self
+
+    @property
+    def tops(self) -> int | None:
+        """Alternatives to each token of the answer, or None without log-probabilities."""
+        return self.logprobs
 
     @property
     def echoes_log_probs(self) -> bool:
         """Whether the answer has the log-probabilities of the prompt."""
-        return self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
+        return super().echoes_log_probs or (self.echo and self.logprobs is not None)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -395,6 +424,11 @@ class ChatBody(Sampling):
         return self
 
     @property
+    def tops(self) -> int | None:
+        """Alternatives to each token of the answer, or None without log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
     def template_variables(self) -> dict[str, Any]:
         """What the chat template gets besides messages and tools."""
         thinks = self.enable_thinking
@@ -487,7 +521,7 @@ class UnloadAdapterBody(Body):
 class TokenizeBody(Body):
     """`POST /tokenize`: a text or a conversation."""
 
-    model: str
+    model: str = ""
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] = Field(default_factory=list)
@@ -512,7 +546,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
-    model: str
+    model: str = ""
     tokens: list[TokenId]
 
 

@@ -94,6 +94,7 @@ class _IdsReader:
         # Releases before 0.14 have no input that excludes the prompt from an answer that is not streamed.
         excludes = "exclude_input_in_output" in model.inputs or model.flag("exclude_input_in_output")
         self._skip = 0 if request.streams or excludes else len(prompt)
+        self._token = served.token_by_id if request.tokens_as_ids else served.token
         self._generated = 0
 
     def read(self, replies: Sequence[Reply]) -> TextPiece:
@@ -103,7 +104,7 @@ class _IdsReader:
             new = _ids(reply)[self._skip :]
             if self._request.tops is not None:
                 piece.tokens += token_log_probs(
-                    reply.outputs, new, before=self._generated, tops=self._request.tops, token=self._served.token
+                    reply.outputs, new, before=self._generated, tops=self._request.tops, token=self._token
                 )
             self._generated += len(new)
             ids += new
@@ -174,15 +175,16 @@ class _TextReader:
 def _prompt_log_probs(served: ServedModel, request: EngineRequest, replies: Sequence[Reply]) -> list[TokenLogProb]:
     """Return the tokens of the prompt; each takes a millisecond. Raises RequestError if their logits did not come."""
     ids, tops = request.prompt.ids, request.tops or 0
+    token_of = served.token_by_id if request.tokens_as_ids else served.token
     special = set(served.require_tokenizer("echo").tokenizer.all_special_ids)
     named = next((reply.outputs for reply in replies if "prompt_log_probs" in reply.outputs), None)
     if named is not None:
-        found = named_prompt_log_probs(named, ids, tops=tops, token=served.token)
+        found = named_prompt_log_probs(named, ids, tops=tops, token=token_of)
         return [replace(entry, special=token in special) for entry, token in zip(found, ids, strict=True)]
     logits = next((reply.outputs["context_logits"] for reply in replies if "context_logits" in reply.outputs), None)
     if logits is None or logits.size // logits.shape[-1] < len(ids):
         raise RequestError("The engine did not return the logits of the prompt, which echo with logprobs needs.")
-    found = prompt_log_probs(logits, ids, tops=tops, token=served.token)
+    found = prompt_log_probs(logits, ids, tops=tops, token=token_of)
     return [replace(entry, special=token in special) for entry, token in zip(found, ids, strict=True)]
 
 

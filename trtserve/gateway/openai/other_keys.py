@@ -76,7 +76,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "plugins": ([],),
     "post_sampling_probs": (False,),
     "priority": (0,),
-    "prompt_logprobs": (False,),
     "provider": ({},),
     "reasoning_format": ("none", "auto"),
     "reasoning_split": (False,),
@@ -86,7 +85,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
     "return_tokens": (False,),
-    "return_tokens_as_token_ids": (False,),
     "route": ("fallback", ""),
     "safe_prompt": (False,),
     "samplers": (["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],),
@@ -145,7 +143,6 @@ REFUSED = {
     "prompt_embeds": "the model reads text and token ids",
     "thinking_token_budget": "the model cannot be told how long to think",
     "truncate": "prompts are never cut",
-    "truncate_prompt_tokens": "prompts are never cut",
 }
 """Keys that cannot work here → why."""
 

@@ -47,6 +47,8 @@ class EngineRequest:
     """Alternatives to each token whose log-probabilities are wanted, or None without log-probabilities."""
     echoes_log_probs: bool = False
     """Whether those of the prompt are wanted too."""
+    tokens_as_ids: bool = False
+    """Whether log-probabilities name tokens by their ids."""
 
     @property
     def streams(self) -> bool:
@@ -139,6 +141,7 @@ async def engine_requests(
         adapter=adapter,
         tops=tops,
         echoes_log_probs=echoes_log_probs,
+        tokens_as_ids=body.return_tokens_as_token_ids,
     )
     if "seed" not in options:
         return [replace(request) for _ in range(count)]
@@ -315,10 +318,21 @@ class Prompt:
     """How many tokens it has, as far as that is known here."""
 
 
-async def completion_prompt(served: ServedModel, prompt: str | list[int]) -> Prompt:
+def _cut(served: ServedModel, body: Sampling, prompt: Prompt) -> Prompt:
+    """Return what the client keeps of a prompt (`truncate_prompt_tokens`)."""
+    if body.truncate_prompt_tokens is None:
+        return prompt
+    if not served.takes_ids:
+        raise ApiError("truncate_prompt_tokens needs a model that takes token ids.", param="truncate_prompt_tokens")
+    ids = tuple(body.kept_of(prompt.ids))
+    return prompt if ids == prompt.ids else replace(prompt, text=None, ids=ids, tokens=len(ids))
+
+
+async def completion_prompt(served: ServedModel, body: Sampling, prompt: str | list[int]) -> Prompt:
     """Return a prompt to continue."""
     if isinstance(prompt, str):
-        return await _text_prompt(served, prompt, special=served.adds_special)
+        return _cut(served, body, await _text_prompt(served, prompt, special=served.adds_special))
+    prompt = list(body.kept_of(prompt))
     served.require_room(prompt)
     if served.takes_ids:
         return Prompt(ids=tuple(prompt))
@@ -336,7 +350,8 @@ async def chat_prompt(
     """
     text = await chat_text(served, body)
     if text is None:
-        return replace(await completion_prompt(served, body.messages[-1]["content"]), chat=True, untrained=True)
+        prompt = await completion_prompt(served, body, body.messages[-1]["content"])
+        return replace(prompt, chat=True, untrained=True)
     assert served.encoder is not None
     added = served.adds_special and not served.takes_ids
     sent = text
@@ -344,7 +359,7 @@ async def chat_prompt(
         bos = served.require_tokenizer("A conversation").special_tokens().get("bos_token")
         sent = await _text_for_server(served.encoder, text, bos)
     return replace(
-        await _text_prompt(served, sent, special=added),
+        _cut(served, body, await _text_prompt(served, sent, special=added)),
         chat=True,
         thinks=body.separates_thoughts and served.dialect.thinks(text),
         marks=served.mark_ids(served.dialect.marks(tools=bool(body.usable_tools), thoughts=body.separates_thoughts)),

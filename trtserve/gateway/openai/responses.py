@@ -98,6 +98,12 @@ class Reasoning(Body):
     generate_summary: str = ""
 
 
+_EXTENSIONS = (
+    *("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("seed", "stop", "ignore_eos", "logit_bias", "chat_template_kwargs"),
+)
+
+
 class ResponsesBody(Body):
     """`POST /v1/responses`."""
 
@@ -109,7 +115,7 @@ class ResponsesBody(Body):
     }
     """Field of the chat → the one here."""
 
-    model: str
+    model: str = ""
     input: str | list[dict[str, Any]]
     instructions: str = ""
     previous_response_id: str = ""
@@ -125,6 +131,18 @@ class ResponsesBody(Body):
     reasoning: Reasoning = Field(default_factory=Reasoning)
     metadata: dict[str, Any] = Field(default_factory=dict)
     background: Literal[False] = False
+
+    # Extensions, as vLLM has them; the chat checks their ranges.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool = False
+    logit_bias: dict[str, float] | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     truncation: Literal["disabled"] = "disabled"
 
     # No effect.
@@ -169,6 +187,7 @@ class ResponsesBody(Body):
                 "tool_choice": choice,
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "reasoning_effort": self.reasoning.effort,
+                **{name: getattr(self, name) for name in _EXTENSIONS},
                 "response_format": {
                     "type": wanted.type,
                     **({"json_schema": named} if wanted.type == "json_schema" else {}),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -131,6 +131,12 @@ def openai_router(
     return router
 
 
+class NamesModel(Protocol):
+    """A body that names a model, or an adapter."""
+
+    model: str
+
+
 class Paths:
     """What each path answers."""
 
@@ -155,10 +161,10 @@ class Paths:
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """Continue one or several prompts."""
-        served, adapter = await self._find(request, body.model)
-        prompts = [await completion_prompt(served, prompt) for prompt in body.prompts]
+        served, adapter = await self._find(request, body)
+        prompts = [await completion_prompt(served, body, prompt) for prompt in body.prompts]
         count = body.best_of or body.n
-        tops = body.logprobs if body.prompt_logprobs is None else body.prompt_logprobs
+        tops = body.prompt_logprobs if body.tops is None else body.tops
         tops = 0 if tops is None and count > body.n else tops
         max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         sequences: list[Sequenced[Completion]] = []
@@ -182,6 +188,7 @@ class Paths:
                     shows_prompt=body.prompt_logprobs is not None,
                     only_echoed=max_tokens == 0,
                     shows_ids=body.return_token_ids,
+                    prompt_ids=prompt.ids,
                 )
                 usage = TokenUsage(discarded=answer.only_echoed)
                 sequences.append(Sequenced(request=each, answer=answer, usage=usage))
@@ -200,10 +207,11 @@ class Paths:
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
         kind = "chat.completion"
-        envelope = Envelope(prefix="chatcmpl", kind=kind, chunk_kind=f"{kind}.chunk", model=body.model)
         conversation = await self.conversation(request, body)
+        envelope = Envelope(prefix="chatcmpl", kind=kind, chunk_kind=f"{kind}.chunk", model=body.model)
+        shown: dict[str, Any] = {"shows_ids": body.return_token_ids, "shows_log_probs": body.logprobs}
         sequences = [
-            Sequenced(request=each, answer=ChatAnswer(**conversation.message(index), shows_ids=body.return_token_ids))
+            Sequenced(request=each, answer=ChatAnswer(**conversation.message(index), **shown))
             for index, each in enumerate(conversation.requests)
         ]
         ids = _shown_ids(conversation.served, body, [conversation.prompt])
@@ -212,17 +220,24 @@ class Paths:
 
     async def conversation(self, request: Request, body: ChatBody, *, raw: str | None = None) -> AskedConversation:
         """Return what any API needs to answer a conversation, or to continue a `raw` text."""
-        served, adapter = await self._find(request, body.model)
+        served, adapter = await self._find(request, body)
         if raw is None:
             prompt = await chat_prompt(served, body, self._backend.images, _reserve(request))
         else:
-            prompt = await completion_prompt(served, raw)
+            prompt = await completion_prompt(served, body, raw)
         length = len(prompt.ids)
         room = CHAT_TOKENS if served.max_seq_len is None else max(1, served.max_seq_len - length)
         max_tokens = body.max_completion_tokens or body.max_tokens or min(CHAT_TOKENS, room)
-        tops = (body.top_logprobs or 0) if body.logprobs else None
+        tops = body.prompt_logprobs if body.tops is None else body.tops
         requests = await self._requests(
-            served, body, prompt, count=body.n, max_tokens=max_tokens, adapter=adapter, tops=tops
+            served,
+            body,
+            prompt,
+            count=body.n,
+            max_tokens=max_tokens,
+            adapter=adapter,
+            tops=tops,
+            echoes_log_probs=body.echoes_log_probs,
         )
         return AskedConversation(served=served, body=body, prompt=prompt, requests=requests)
 
@@ -233,6 +248,7 @@ class Paths:
         said = await asyncio.to_thread(body.messages, before)
         with naming(body.fields):
             asked = await self.conversation(request, await asyncio.to_thread(body.chat, said))
+        body.model = asked.body.model
         sequence = Sequenced(request=asked.requests[0], answer=Message(**asked.message()))
 
         def store(name: str, document: Json, answer: Json) -> None:
@@ -273,7 +289,7 @@ class Paths:
 
     async def ollama_embed(self, body: OllamaEmbedBody, request: Request) -> Response:
         """Return the vectors of texts in Ollama's form."""
-        served, _ = await self._find(request, body.model)
+        served, _ = await self._find(request, body)
         asked = EmbeddingBody(model=body.model, input=body.input, dimensions=body.dimensions)
         return await while_connected(request.receive, embeddings(self._backend, served, asked, plain=True))
 
@@ -309,8 +325,10 @@ class Paths:
         if body.lora_name in known and not replaced:
             raise ApiError(f"The name `{body.lora_name}` is taken on this server.", param="lora_name")
         assert served.core is not None
+        core, folder = served.core.name, Path(body.lora_path).expanduser()
+        if not await asyncio.to_thread(folder.is_dir):
+            raise ApiError(f"There is no folder {folder} on the server's machine.", status=404, param="lora_path")
         try:
-            core, folder = served.core.name, Path(body.lora_path).expanduser()
             await asyncio.to_thread(add_adapter, repository, core, table, body.lora_name, folder, replacing=replaced)
         except TrtserveError as error:
             raise ApiError(" ".join(filter(None, (error.message, error.hint))), param="lora_path") from error
@@ -353,8 +371,9 @@ class Paths:
                 text, special = chat.messages[-1]["content"], True
         served.require_room(text)
         (ids,) = await served.encoder.encode([text], special=special)
-        names = {"token_strs": files.tokenizer.convert_ids_to_tokens(ids)} if body.return_token_strs else {}
-        return JSONResponse({"count": len(ids), "max_model_len": served.max_seq_len, "tokens": ids, **names})
+        names = files.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        head = {"count": len(ids), "max_model_len": served.max_seq_len}
+        return JSONResponse({**head, "tokens": ids, "token_strs": names})
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
         """Return the text of token ids, special tokens included, as vLLM does."""
@@ -368,16 +387,18 @@ class Paths:
 
     async def embeddings(self, body: EmbeddingBody, request: Request) -> Response:
         """Return the vectors of texts."""
-        served, _ = await self._find(request, body.model)
+        served, _ = await self._find(request, body)
         return await while_connected(request.receive, embeddings(self._backend, served, body))
 
     async def rerank(self, body: RerankBody, request: Request) -> Response:
         """Order documents by what they have to do with a question."""
-        served, _ = await self._find(request, body.model)
+        served, _ = await self._find(request, body)
         return JSONResponse(await while_connected(request.receive, rerank(self._backend, served, body)))
 
-    async def _find(self, request: Request, name: str) -> tuple[ServedModel, str | None]:
-        served, adapter = await self._backend.find(name)
+    async def _find(self, request: Request, body: NamesModel) -> tuple[ServedModel, str | None]:
+        """Return the model and the adapter that a body names; one that names none gets the name of the only model."""
+        served, adapter = await self._backend.find(body.model)
+        body.model = body.model or served.name
         if self._require is not None:
             await self._require(request, served.model.name)
         return served, adapter
@@ -454,7 +475,9 @@ def _described(served: ServedModel) -> list[Json]:
         },
     }
     parents = {name: None if name == served.name else served.name for name in served.names}
-    return [{"id": name, "display_name": name, **head, "parent": parent} for name, parent in parents.items()]
+    return [
+        {"id": name, "display_name": name, **head, "root": name, "parent": parent} for name, parent in parents.items()
+    ]
 
 
 def _echoed(served: ServedModel, prompt: Prompt) -> str:

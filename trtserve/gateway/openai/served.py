@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -144,6 +144,10 @@ class ServedModel:
             return Token(text, bytes(_BYTES[character] for character in spelled), id)
         return Token(text, text.encode(), id)
 
+    def token_by_id(self, id: int) -> Token:  # noqa: A002 - the field's word
+        """Return a token that is shown by its id."""
+        return replace(self.token(id), shown=f"token_id:{id}")
+
     def require_tokenizer(self, what: str) -> TokenizerFiles:
         """Return the tokenizer. Raises ApiError if the endpoint has none, because `what` needs it."""
         if self.files is None:
@@ -264,9 +268,14 @@ class Backend:
         await asyncio.gather(describe(), self.replicas.watch(needed))
 
     async def find(self, name: str) -> tuple[ServedModel, str | None]:
-        """Return the model that a request names, and the adapter if the name is one. ApiError: there is neither."""
+        """Return the model that a request names, and the adapter if the name is one. ApiError: there is neither.
+
+        A request without a name means the only model.
+        """
         models = await self.models()
-        if name in _TEXT_MODELS:
+        if not name and len(models) > 1:
+            raise ApiError("Missing required parameter: 'model'.", param="model", code="missing_required_parameter")
+        if not name or name in _TEXT_MODELS:
             name = models[0].name
         for served in models:
             if name in served.names:

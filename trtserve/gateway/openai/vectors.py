@@ -31,7 +31,7 @@ _AT_ONCE = 64
 class EmbeddingBody(Body):
     """`POST /v1/embeddings`."""
 
-    model: str
+    model: str = ""
     input: str | list[str] | list[TokenId] | list[list[TokenId]]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1, le=MOST_DIMENSIONS)
@@ -52,7 +52,7 @@ class EmbeddingBody(Body):
 class RerankBody(Body):
     """`POST /v1/rerank`, as Jina, Cohere and vLLM have it."""
 
-    model: str
+    model: str = ""
     query: str = Field(min_length=1)
     documents: list[str] = Field(min_length=1, max_length=_MOST_INPUTS - 1)
     top_n: int | None = Field(None, ge=0)
