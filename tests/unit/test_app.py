@@ -197,6 +197,12 @@ def test_every_guide_of_a_command_exists(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out.endswith("Guide: `trtserve help how-to/supervise`\n")
 
 
+def test_a_conversation_has_defaults_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, seed in (("chat", "a new one for each answer"), ("run", "a new one for each answer"), ("query", "0")):
+        assert run([command, "--help", "seed"]) == 0
+        assert f"[default: {seed}]" in " ".join(capsys.readouterr().out.split())
+
+
 def test_second_spellings_are_in_the_whole_help_only(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["chat", "--help"]) == 0
     assert "--request-output-len" not in capsys.readouterr().out

@@ -188,6 +188,14 @@ def complete_blocks(text: str) -> int:
 
 
 MAX_TOKENS = 1024
+IN_CHAT = Fields(
+    defaults={"max_tokens": MAX_TOKENS},
+    texts={
+        "temperature": ("Sampling temperature.", "greedy"),
+        "seed": ("Seed of sampling: the same seed gives the same answer.", "a new one for each answer"),
+    },
+)
+"""Options of a request, as conversations mean them."""
 _QUOTES = '"""'
 _USER, _MODEL = "bold cyan", "bold magenta"
 _COMMANDS = {
@@ -215,7 +223,7 @@ def chat(
     *,
     connection: Connection,
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
-    request: Annotated[RequestOptions, Fields(defaults={"max_tokens": MAX_TOKENS})],
+    request: Annotated[RequestOptions, IN_CHAT],
     plain: Annotated[bool, typer.Option("--plain", help="Print answers as they are, without Markdown.")] = False,
 ) -> None:
     """Talk to a served model. Enter sends, Ctrl-C stops an answer, /help lists the rest.

@@ -120,7 +120,8 @@ def one_name(name: str | None, server: str | None) -> str | None:
 class Fields:
     """Which fields of a spec are options of a command: `Annotated[BuildSpec, Fields("runtime")]`.
 
-    Without names all of them, except for those of `without`. `defaults` replaces defaults, `panel` the heading.
+    Without names all of them, except for those of `without`. `defaults` replaces defaults, `texts` the help and what it
+    says of the default, `panel` the heading.
     """
 
     def __init__(
@@ -128,9 +129,11 @@ class Fields:
         *only: str,
         without: tuple[str, ...] = (),
         defaults: Mapping[str, Any] | None = None,
+        texts: Mapping[str, tuple[str, str]] | None = None,
         panel: str | None = None,
     ) -> None:
-        self._only, self._without, self._defaults, self._panel = only, without, defaults or {}, panel
+        self._only, self._without, self._panel = only, without, panel
+        self._defaults, self._texts = defaults or {}, texts or {}
 
     def of(self, spec: type[Spec]) -> dict[str, Option]:
         """Return field → option of `spec`."""
@@ -140,6 +143,9 @@ class Fields:
 
     def _changed(self, option: Option) -> Option:
         declared = option.declared if self._panel is None else replace(option.declared, panel=self._panel, common=False)
+        if option.name in self._texts:
+            text, unset = self._texts[option.name]
+            declared = replace(declared, help=text, unset=unset)
         if option.name in self._defaults:
             declared = replace(declared, unset=None)
         return replace(option, default=self._defaults.get(option.name, option.default), declared=declared)

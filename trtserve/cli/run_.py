@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtserve.cli.chat import MAX_TOKENS, converse
-from trtserve.cli.options import Fields, QuietOption, sources
+from trtserve.cli.chat import IN_CHAT, converse
+from trtserve.cli.options import QuietOption, sources
 from trtserve.cli.output import BriefLine, say
 from trtserve.client.spec import QuerySpec, RequestOptions
 from trtserve.errors import ServerNotFoundError
@@ -31,7 +31,7 @@ def run(
     ] = None,
     *,
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
-    request: Annotated[RequestOptions, Fields(defaults={"max_tokens": MAX_TOKENS})],
+    request: Annotated[RequestOptions, IN_CHAT],
     plain: Annotated[bool, typer.Option("--plain", help="Print answers as they are, without Markdown.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print each step of import and start.")] = False,
     quiet: QuietOption = False,
