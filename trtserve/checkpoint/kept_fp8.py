@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import Target
@@ -21,10 +23,6 @@ from trtserve.checkpoint.sharding import Shard, shard
 from trtserve.checkpoint.source import SourceTensor
 from trtserve.checkpoint.streaming import write_at
 from trtserve.errors import ConversionError, UsageError
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 _MULTIPLE = 16  # PyTorch's products with FP8 codes take matrices whose sizes are multiples of this
 _NO_NUMBER = 0x7F  # codes that are not numbers, without their sign
@@ -54,8 +52,6 @@ class KeptFp8(Packed):
         return {self.target.name: (held, "float8_e4m3"), self._scales_name: (scales, "float32")}
 
     def write(self, placement: Placement, files: Sequence[int]) -> None:
-        import numpy as np
-
         for rank, tp_rank in placement.ranks(self.target):
             held = placement.shard(self.target, tp_rank)
             offset = placement.place(rank, self.target, self.target.name)
@@ -76,8 +72,6 @@ class KeptFp8(Packed):
         return f"{self.target.name.removesuffix('weight')}weights_scaling_factor"
 
     def _scales(self, matrix: Scaled, rows: slice, columns: slice) -> npt.NDArray[np.float32]:
-        import numpy as np
-
         if self.blocks:
             low, high = rows.start // FP8_BLOCK, -(-rows.stop // FP8_BLOCK)
             found = floats_of(matrix.scales, low, high - low)

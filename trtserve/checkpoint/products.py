@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from trtserve.checkpoint.architectures.base import Factor, Target
 from trtserve.checkpoint.placement import Packed, Placement, refuse_weights
@@ -18,10 +21,6 @@ from trtserve.checkpoint.source import SourceTensor
 from trtserve.checkpoint.streaming import write_at
 from trtserve.checkpoint.tensor_files import CODES, numpy_dtype, read_into
 from trtserve.errors import ConversionError
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 _BLOCK_BYTES = 4 << 20
 
@@ -64,8 +63,6 @@ class Product(Packed):
 
     def _blocks(self, wanted: np.dtype[Any]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Yield consecutive rows of the product, each block with its first row."""
-        import numpy as np
-
         factor = _rounded(self.factor.name, self.factor.file.stored(self.factor.entry), wanted).astype(np.float32)
         factor = factor.T if self.transposed else factor
         rows, width = self.table.entry.shape
@@ -80,8 +77,6 @@ class Product(Packed):
 
 
 def _rounded(name: str, values: npt.NDArray[Any], wanted: np.dtype[Any]) -> npt.NDArray[Any]:
-    import numpy as np
-
     with np.errstate(over="ignore", invalid="ignore"):
         cast: npt.NDArray[Any] = values.astype(wanted)
     if not np.isfinite(cast.astype(np.float32)).all():

@@ -41,25 +41,13 @@ def expert_targets(config: CheckpointConfig, names: ExpertNames, layer: int) -> 
     """
     hidden, inner, count = config.hidden_size, expert_size(config), _moe(config).num_experts
     ours, theirs = f"transformer.layers.{layer}.mlp.", f"model.layers.{layer}."
-    yield Target(
-        name=f"{ours}router.weight",
-        sources=(f"{theirs}{names.router}.weight",),
-        shape=(count, hidden),
-        dtype="float32",
-        layer=layer,
-    )
-    if names.router_bias:
-        yield Target(
-            name=f"{ours}router.bias",
-            sources=(f"{theirs}{names.router}.bias",),
-            shape=(count,),
-            dtype="float32",
-            layer=layer,
-        )
-    for name, source in {"correction": names.correction, "scale": names.scale}.items():
+    bias = f"{names.router}.bias" if names.router_bias else None
+    router = {"weight": f"{names.router}.weight", "bias": bias, "correction": names.correction, "scale": names.scale}
+    for name, source in router.items():
         if source is not None:
+            shape = (count, hidden) if name == "weight" else (count,)
             yield Target(
-                name=f"{ours}router.{name}", sources=(theirs + source,), shape=(count,), dtype="float32", layer=layer
+                name=f"{ours}router.{name}", sources=(theirs + source,), shape=shape, dtype="float32", layer=layer
             )
     if names.router_norm is not None:
         yield Target(
