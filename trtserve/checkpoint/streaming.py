@@ -302,14 +302,14 @@ class _JobRunner:
     def _copy_bytes(self, move: Move, target: int, begin: int, offset: int, numbers: int) -> int:
         """Copy values from `begin` to `offset`; return their size in bytes."""
         part = self._buffer("copied", numbers * item_size(move.source.entry.code))
-        read_bytes(self._open(move.source), part, begin, _named(move.source))
+        read_bytes(self._open(move.source), part, begin, move.source.where)
         _write(target, part, offset)
         return len(part)
 
     def _copy_changed(self, move: Move, target: int, begin: int, offset: int, numbers: int) -> int:
         """Change values from `begin` on, write them to `offset`, and return their size in bytes."""
         values = self._array("read", (numbers,), numpy_dtype(move.source.entry.code))
-        read_into(self._open(move.source), values, begin, _named(move.source))
+        read_into(self._open(move.source), values, begin, move.source.where)
         wanted = numpy_dtype(_codes(move, self._dtype)[1])
         write_at(target, self._cast(move.source, _shifted(values, move.offset), wanted), offset)
         return values.nbytes
@@ -349,7 +349,7 @@ class _JobRunner:
                 yield first, move.source.encoding.rows(first, rows).astype(kind, copy=False)
                 continue
             values = self._array("read", (rows, move.shape[1]), kind)
-            read_into(descriptor, values, entry.begin + first * _row_bytes(move), _named(move.source))
+            read_into(descriptor, values, entry.begin + first * _row_bytes(move), move.source.where)
             yield first, values
 
     def _cast(self, source: SourceTensor, values: npt.NDArray[Any], wanted: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -373,7 +373,7 @@ def _transposed(descriptor: int, move: Move, step: int) -> Iterator[tuple[int, n
     # Use the kernel's pages directly: the allocator would keep some megabytes per process after the array is freed.
     pages = mmap.mmap(-1, entry.size)
     whole: npt.NDArray[Any] = np.frombuffer(pages, numpy_dtype(entry.code)).reshape(columns, rows)
-    read_into(descriptor, whole, entry.begin, _named(move.source))
+    read_into(descriptor, whole, entry.begin, move.source.where)
     for first in range(0, rows, step):
         yield first, np.ascontiguousarray(whole[:, first : first + step].T)
 
@@ -387,10 +387,6 @@ def _shifted(values: npt.NDArray[Any], offset: float) -> npt.NDArray[Any]:
     wide: npt.NDArray[Any] = values if values.dtype == np.float16 else values.astype(np.float32)
     shifted: npt.NDArray[Any] = wide + np.asarray(offset, wide.dtype)
     return shifted
-
-
-def _named(source: SourceTensor) -> str:
-    return f"{source.file.path}, within {source.name},"
 
 
 def _not_finite(source: SourceTensor, values: npt.NDArray[Any], cast: npt.NDArray[Any]) -> ConversionError:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from trtserve.executor.vllm.arguments import ADAPTERS, MODEL_JSON, PYTHON, ModelJson, read_adapters
 from trtserve.executor.vllm.engine import VllmProcess
 from trtserve.executor.vllm.installation import VARIABLE, require_installation
+from trtserve.programs.shared.arrays import encoded
 from trtserve.programs.shared.engine_model import EngineModel
 from trtserve.programs.shared.run_folder import STOPPED
 from trtserve.programs.shared.senders import GuardedSender, error_response
@@ -86,14 +87,14 @@ class TextRequest:
         for each in news["sequences"]:
             rows[each["index"]] = each
         before = self._prompt if self._repeats else ""
-        found = {"text_output": _array([before + row["text"] for row in rows])}
+        found = {"text_output": encoded([before + row["text"] for row in rows])}
         for name in self._returned:
             if name == "finish_reason":
-                found[name] = _array([str(row.get("reason")) for row in rows])
+                found[name] = encoded([str(row.get("reason")) for row in rows])
             elif name == "cumulative_logprob":
                 found[name] = np.array([row["cumulative"] for row in rows], np.float32)
             elif name == "logprobs":
-                found[name] = _array([json.dumps(row.get("logprobs")) for row in rows])
+                found[name] = encoded([json.dumps(row.get("logprobs")) for row in rows])
             elif name == "num_input_tokens":
                 found[name] = np.array([news["prompt_tokens"]], np.uint32)
             else:
@@ -136,7 +137,7 @@ class EmbeddingRequest:
     def send(self, news: Mapping[str, Any]) -> None:
         """Send the vector as JSON, and the tokens of its text."""
         tensors = [
-            pb_utils.Tensor("text_output", _array([json.dumps(news["vector"])])),
+            pb_utils.Tensor("text_output", encoded([json.dumps(news["vector"])])),
             pb_utils.Tensor("num_input_tokens", np.array([news["prompt_tokens"]], np.uint32)),
         ]
         self.sender.send(pb_utils.InferenceResponse(output_tensors=tensors), final=news["finished"])
@@ -275,7 +276,3 @@ def _send(request: TextRequest | EmbeddingRequest, answer: Any) -> None:
 def _text(tensor: NDArray[Any]) -> str:
     value = tensor.reshape(-1)[0]
     return value.decode("utf-8") if isinstance(value, bytes) else str(value)
-
-
-def _array(texts: Sequence[str]) -> NDArray[Any]:
-    return np.array([text.encode("utf-8") for text in texts], dtype=np.object_)

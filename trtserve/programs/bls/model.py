@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from ..shared.arrays import Tensors, words_of
+from ..shared.arrays import Tensors, encoded, words_of
 from ..shared.inner_models import InnerModelError, call, stop_request
 from ..shared.lora_names import LoraNames
 from ..shared.parameters import ModelParameters, check_classes
@@ -28,7 +28,7 @@ from .inputs import (
     prompts,
 )
 from .speculative import SpeculativeDecoding
-from .texts import FullTexts, Key, StopWords, StreamedTexts, encoded
+from .texts import FullTexts, Key, StopWords, StreamedTexts
 
 _TOKENS = ("output_ids", "sequence_length")
 

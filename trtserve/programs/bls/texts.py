@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..shared.arrays import Tensors
+from ..shared.arrays import Tensors, encoded
 
 Decode = Callable[[Sequence[list[int]]], list[str]]
 
@@ -241,11 +239,6 @@ class _Accumulated:
         end = self._words.end(text)
         self.stopped, self._last = end is not None, text[:end]
         return self._last
-
-
-def encoded(texts: Sequence[str]) -> NDArray[Any]:
-    """Return the texts as a BYTES array."""
-    return np.array([text.encode("utf-8") for text in texts], dtype=np.object_)
 
 
 def _with_reasons(result: Tensors, cut: Sequence[bool]) -> Tensors:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..shared.arrays import decoded
 from ..shared.files import read_json, read_object
 from ..shared.parameters import ModelParameters
-from .settings import ExecutorModule
+from .settings import ExecutorModule, given
 
 Inputs = dict[str, NDArray[Any]]
 
@@ -257,7 +257,7 @@ class RequestFactory:
         if self._vocabulary is not None and row.array("prompt_embedding_table") is None:  # whose rows have the next ids
             tokens = [token % self._vocabulary for token in tokens]
         sequences = int(row.scalar("num_return_sequences", 0))
-        keywords = _given(
+        keywords = given(
             end_id=row.scalar("end_id"),
             pad_id=row.scalar("pad_id"),
             bad_words=row.words("bad_words_list"),
@@ -286,7 +286,7 @@ class RequestFactory:
         }
 
     def _sampling(self, row: Row, sequences: int) -> Any:
-        keywords = _given(**{keyword: row.either(names) for keyword, names in _SAMPLING.items()})
+        keywords = given(**{keyword: row.either(names) for keyword, names in _SAMPLING.items()})
         if not self._module.since("0.13"):
             keywords = {_BEFORE_0_13.get(name, name): value for name, value in keywords.items()}
         if "early_stopping" in keywords:
@@ -315,7 +315,7 @@ class RequestFactory:
         features = self._tensor(row, "encoder_input_features")
         if features is None:
             return {}
-        return _given(
+        return given(
             encoder_input_features=features,
             encoder_output_length=row.scalar("encoder_output_lengths"),
             cross_attention_mask=self._tensor(row, "cross_attention_mask"),
@@ -420,10 +420,6 @@ def vocabulary_to_wrap(parameters: ModelParameters, engine: Path) -> int | None:
         return None
     config = read_json(engine / "config.json")
     return int(config["pretrained_config"]["vocab_size"])
-
-
-def _given(**keywords: Any) -> dict[str, Any]:
-    return {name: value for name, value in keywords.items() if value is not None}
 
 
 def _milliseconds(value: int) -> Any:

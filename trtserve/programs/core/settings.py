@@ -46,7 +46,7 @@ def executor_config(module: ExecutorModule, parameters: ModelParameters, config:
     """
     api = module.api
     queue_policy = config.get("dynamic_batching", {}).get("default_queue_policy", {})
-    keywords = _given(
+    keywords = given(
         max_beam_width=parameters.integer("max_beam_width"),
         enable_chunked_context=parameters.switch("enable_chunked_context"),
         normalize_log_probs=parameters.switch("normalize_log_probs"),
@@ -80,7 +80,8 @@ def executor_config(module: ExecutorModule, parameters: ModelParameters, config:
     return settings
 
 
-def _given(**keywords: Any) -> Keywords:
+def given(**keywords: Any) -> Keywords:
+    """Return the keywords that have a value."""
     return {name: value for name, value in keywords.items() if value is not None}
 
 
@@ -88,7 +89,7 @@ def _kv_cache(module: ExecutorModule, parameters: ModelParameters) -> Keywords:
     reuse = parameters.switch("enable_kv_cache_reuse")
     if reuse is None and module.torch is None:
         reuse = module.since("0.17")  # as in TensorRT-LLM; the embedded executor has the newest default
-    keywords = _given(
+    keywords = given(
         enable_block_reuse=reuse,
         max_tokens=parameters.integer("max_tokens_in_paged_kv_cache"),
         sink_token_length=parameters.integer("sink_token_length"),
@@ -105,7 +106,7 @@ def _kv_cache(module: ExecutorModule, parameters: ModelParameters) -> Keywords:
 
 def _peft_cache(parameters: ModelParameters) -> Keywords:
     prefetched = parameters.path("lora_prefetch_dir")
-    return _given(
+    return given(
         optimal_adapter_size=parameters.integer("lora_cache_optimal_adapter_size"),
         max_adapter_size=parameters.integer("lora_cache_max_adapter_size"),
         device_cache_percent=parameters.number("lora_cache_gpu_memory_fraction"),
@@ -116,13 +117,13 @@ def _peft_cache(parameters: ModelParameters) -> Keywords:
 
 def _knobs(api: Any, parameters: ModelParameters) -> Any:
     knobs = api.ExtendedRuntimePerfKnobConfig(
-        **_given(
+        **given(
             multi_block_mode=parameters.switch("multi_block_mode"),
             enable_context_fmha_fp32_acc=parameters.switch("enable_context_fmha_fp32_acc"),
         )
     )
     # TensorRT-LLM's constructor does not take these properties.
-    later = _given(
+    later = given(
         cuda_graph_mode=parameters.switch("cuda_graph_mode"),
         cuda_graph_cache_size=parameters.integer("cuda_graph_cache_size"),
     )
@@ -134,7 +135,7 @@ def _knobs(api: Any, parameters: ModelParameters) -> Any:
 def _parallel_config(module: ExecutorModule, parameters: ModelParameters) -> Any:
     api = module.api
     devices = parameters.text("gpu_device_ids")
-    keywords = _given(device_ids=_integers("gpu_device_ids", devices) if devices else None)
+    keywords = given(device_ids=_integers("gpu_device_ids", devices) if devices else None)
     if os.environ.get("TRTLLM_ORCHESTRATOR") == "1":
         if os.environ.get("TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES", "1") == "0":
             raise ValueError("This model spawns its own workers; pre-started workers need the C++ backend.")

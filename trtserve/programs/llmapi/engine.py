@@ -6,7 +6,7 @@ import asyncio
 import importlib
 import os
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..shared.arrays import MOST_BYTES, decoded, performance, words_of
+from ..shared.arrays import MOST_BYTES, decoded, encoded, performance, words_of
 from ..shared.files import read_text
 
 Inputs = Mapping[str, NDArray[Any]]
@@ -120,11 +120,11 @@ _CACHE = {
 def output_arrays(output: Any, wanted: Collection[str]) -> Outputs:
     """Return output name → array without a batch axis; `output` is a `RequestOutput` with the text so far."""
     sequences = output.outputs
-    arrays: Outputs = {"text_output": _texts([sequence.text for sequence in sequences])}
+    arrays: Outputs = {"text_output": encoded([sequence.text for sequence in sequences])}
     if "return_finish_reason" in wanted:
-        arrays["finish_reason"] = _texts([str(sequence.finish_reason) for sequence in sequences])
+        arrays["finish_reason"] = encoded([str(sequence.finish_reason) for sequence in sequences])
     if "return_stop_reason" in wanted:
-        arrays["stop_reason"] = _texts([str(sequence.stop_reason) for sequence in sequences])
+        arrays["stop_reason"] = encoded([str(sequence.stop_reason) for sequence in sequences])
     if "return_cumulative_logprob" in wanted:
         # The LLM returns None when it has no number; NumPy makes it NaN.
         arrays["cumulative_logprob"] = np.array([each.cumulative_logprob for each in sequences], dtype=np.float32)
@@ -136,10 +136,6 @@ def output_arrays(output: Any, wanted: Collection[str]) -> Outputs:
         arrays.update(performance(metrics, _CACHE))
         arrays["kv_cache_hit_rate"] = np.array([metrics.kv_cache_metrics.kv_cache_hit_rate], dtype=np.float32)
     return arrays
-
-
-def _texts(values: Sequence[str]) -> NDArray[Any]:
-    return np.array([value.encode("utf-8") for value in values], dtype=np.object_)
 
 
 _JOB_VARIABLES = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,11 @@ def decoded(text: bytes, name: str) -> str:
         return text.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not valid UTF-8: {error.reason} at byte {error.start}.") from error
+
+
+def encoded(texts: Sequence[str]) -> NDArray[Any]:
+    """Return the texts as a BYTES array."""
+    return np.array([text.encode("utf-8") for text in texts], dtype=np.object_)
 
 
 def read_array(path: Path) -> NDArray[Any]:
