@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.checkpoint.architectures.parts.text_halves import VISION
-from trtserve.checkpoint.encoded_tensors import encoded
+from trtserve.checkpoint.encoded_tensors import Widening, encoded
 from trtserve.checkpoint.encodings import Encoding, StoredTensor, Turned
 from trtserve.checkpoint.supported import widened_by
 from trtserve.checkpoint.tensor_files import PICKLED_INDEX, PICKLED_SINGLE, PickledFile, TensorFile
-from trtserve.checkpoint.widening import Widening
 from trtserve.errors import ConversionError, CorruptFileError, ModelNotFoundError, UnsupportedModelError, listing
 from trtserve.files import LARGEST_TEXT, is_below, read_json_object
 

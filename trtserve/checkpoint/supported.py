@@ -27,8 +27,8 @@ from trtserve.checkpoint.architectures.base import (
     require_sizes,
 )
 from trtserve.checkpoint.architectures.parts.model_keys import require_types
+from trtserve.checkpoint.encoded_tensors import Widening, refused, widening
 from trtserve.checkpoint.quantized import FP8, FP8_BLOCK, FP8_BLOCKS, FP8_ROWS, GPTQ
-from trtserve.checkpoint.widening import Widening, refused, widening
 from trtserve.errors import UnsupportedModelError
 
 Method = Literal["awq", "gptq", "fp8"]

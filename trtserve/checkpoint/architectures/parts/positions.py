@@ -196,9 +196,9 @@ def rotary_scale(scaling: Mapping[str, Any] | None) -> float:
     return share(float(one)) / share(float(all_dimensions)) if one and all_dimensions else share(1.0)
 
 
-def own_rotary(hf: HfConfig, *, default: float = 10000.0) -> tuple[float, dict[str, Any]]:
+def own_rotary(hf: HfConfig) -> tuple[float, dict[str, Any]]:
     """Return the base, and the keys of a scaling for a family whose checkpoints in TensorRT-LLM's format have none."""
-    base, scaling = rotary(hf, default_base=default)
+    base, scaling = rotary(hf)
     if scaling is None:
         return base, {}
     words = f"rotary scaling {scaling_type(scaling)!r} of the family {hf.get('model_type', 'of this model')}"
