@@ -37,6 +37,21 @@ EXPERTS: dict[str, Any] = LLAMA | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+LATENT: dict[str, Any] = LLAMA | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "q_lora_rank": None,
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 256,
+    "first_k_dense_replace": 1,
+}
 TOKENS = 4096
 BUILD = BuildSpec(
     runtime="torch", device="cuda", max_batch_size=256, max_seq_len=2048, max_input_len=2000, max_num_tokens=TOKENS
@@ -87,6 +102,7 @@ def main() -> int:
         for gpu in range(min(2, torch.cuda.device_count())):
             results += check("llama", LLAMA, Path(folder), gpu)
             results += check("experts", EXPERTS, Path(folder), gpu)
+            results += check("latent", LATENT, Path(folder), gpu)
             results += check("int4", LLAMA, Path(folder), gpu, "int4")
             results += check("int8", LLAMA, Path(folder), gpu, "int8")
     for name, right in results:

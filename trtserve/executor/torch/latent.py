@@ -48,10 +48,14 @@ class LatentProjection:
             .view(len(x), -1, latent.plain + latent.rotated)
             .split([latent.plain, latent.rotated], dim=-1)
         )
-        query = torch.cat([rotated, torch.einsum("thp,hpr->thr", plain, self._absorbed)], -1)
         stored, turned = self._keys(x).split([latent.rank, latent.rotated], dim=-1)
-        key = torch.cat([turned, self._norm(stored.contiguous())], -1)
-        return torch.cat([query.flatten(1), key], -1)
+        heads = plain.shape[1]
+        made = x.new_empty((len(x), heads + 1, latent.rotated + latent.rank))
+        made[:, :heads, : latent.rotated] = rotated
+        made[:, :heads, latent.rotated :] = torch.einsum("thp,hpr->thr", plain, self._absorbed)
+        made[:, heads, : latent.rotated] = turned
+        made[:, heads, latent.rotated :] = self._norm(stored.contiguous())
+        return made.flatten(1)
 
 
 class LatentOutput:

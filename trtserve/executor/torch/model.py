@@ -305,7 +305,10 @@ def _step_bytes(config: EngineConfig, sizes: Sizes, item: int) -> int:
 
 def _token_width(config: EngineConfig, sizes: Sizes) -> int:
     """Return how many intermediate values of a token there are at once."""
-    heads = 2 * (sizes.heads + 2 * sizes.kv_heads) * sizes.head
+    of_layers = [sizes.of_layer(full=full) for full in (False, True)]
+    heads = max((each.heads + 2 * each.kv_heads) * each.head for each in of_layers)
+    # Of latent attention, queries and what they attend to have the size of its key.
+    heads *= 3 if config.model.own("kv_lora_rank", 0) else 2
     return 4 * sizes.hidden + heads + 3 * config.model.intermediate_size
 
 
