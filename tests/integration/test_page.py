@@ -154,6 +154,9 @@ def test_conversations_are_kept_and_the_last_question_is_asked_again(page: Any, 
     assert [(each["role"], each["content"]) for each in server.asked[-1]] == said
     assert [[each["content"] for each in asked] for asked in server.asked[:2]] == [["Hi"], ["Hi"]]
     page.get_by_role("button", name="Menu").click()
+    page.get_by_role("button", name="Remove").click()  # a dialog that is not answered says no
+    assert count(page, "#talks li") == 1
+    page.once("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Remove").click()
     assert count(page, "#talks li") == count(page, ".turn") == 0
 
