@@ -9,6 +9,7 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+import yaml
 
 from tests.support.cluster_jobs import documents, manifest_of, relocatable
 from tests.support.double_engines import core_config, write_core_model, write_engine_folder
@@ -24,6 +25,7 @@ from trtserve.specs import ServerSpec
 VERSIONS = ("1.27", "1.31", "1.34")
 
 # Fields of leaderworkerset.x-k8s.io/v1 (api/leaderworkerset/v1 of kubernetes-sigs/lws): name → type or nested fields.
+LEADER = "leaderworkerset.sigs.k8s.io/worker-index"
 LEADER_WORKER_SET: dict[str, Any] = {
     "replicas": int,
     "startupPolicy": {"LeaderCreated", "LeaderReady"},
@@ -253,6 +255,10 @@ def test_an_orchestrator_that_spawns_is_on_one_node(tmp_path: Path) -> None:
         ({"nodes": 0}, "at least 1"),
         ({"worker_timeout": 0}, "--worker-timeout"),
         ({"gpus_per_node": 8}, "are 8 ranks; the server has 4"),
+        ({"gateway_image": "me/trtserve"}, "--gateway-secret NAME"),
+        ({"gateway_secret": "clients"}, "--gateway-image IMAGE"),
+        ({"inference_pool": "llama-epp"}, "--gateway-image IMAGE"),
+        ({"inference_pool": "Epp:x", "gateway_image": "me/trtserve"}, "NAME:PORT"),
     ],
 )
 def test_impossible_options_are_refused(wrong: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -301,3 +307,104 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_a_manifest_is_not_written_over_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="Is a directory"):
         write_job(ClusterJob(files={tmp_path: ""}))
+
+
+# Fields of inference.networking.k8s.io/v1 (api/v1/inferencepool_types.go of gateway-api-inference-extension).
+INFERENCE_POOL: dict[str, Any] = {
+    "selector": {"matchLabels": {"app.kubernetes.io/name": str, "app.kubernetes.io/instance": str, LEADER: str}},
+    "targetPorts": list,
+    "appProtocol": {"http", "kubernetes.io/h2c"},
+    "endpointPickerRef": {
+        "group": str,
+        "kind": str,
+        "name": str,
+        "port": {"number": int},
+        "failureMode": {"FailOpen", "FailClose"},
+    },
+}
+
+
+GATEWAY = {"gateway_image": "me/trtserve", "gateway_secret": "clients"}
+
+
+def objects_of(job: ClusterJob) -> list[dict[str, Any]]:
+    return [each for each in yaml.safe_load_all(job.files[job.script]) if each is not None]
+
+
+def gateway_settings(container: Mapping[str, Any]) -> list[str]:
+    """Return the words of the gateway's command, which `trtserve gateway` itself has read."""
+    bash, flag, script, command, *words = container["command"]
+    assert (bash, flag, command) == ("bash", "-c", "gateway")
+    assert script.rstrip().endswith('exec trtserve "$0" "$@"')
+    return list(words)
+
+
+def test_a_gateway_in_front_of_all_copies_knows_each_by_its_name(tmp_path: Path) -> None:
+    spec = ServerSpec(name="llama", instances=3)
+    job = manifest_of(repository_of(tmp_path), spec, replicas=3, **GATEWAY)
+    found = objects_of(job)
+    assert [each["kind"] for each in found] == job.record["objects"]
+    for each in found:
+        require_core(each)
+    servers, _, pods, gateway, front, _ = found
+    assert servers["spec"]["serviceName"] == pods["metadata"]["name"] == "llama-pods"
+    assert pods["spec"]["clusterIP"] == "None"
+    template = gateway["spec"]["template"]
+    assert front["spec"]["selector"] == gateway["spec"]["selector"]["matchLabels"] == template["metadata"]["labels"]
+    assert not front["spec"]["selector"].items() <= servers["spec"]["template"]["metadata"]["labels"].items()
+    (container,) = template["spec"]["containers"]
+    words = gateway_settings(container)
+    assert words[words.index("--url") + 1] == "llama-0.llama-pods:8001"
+    assert words[-2:] == [f"--replica=llama-{number}.llama-pods:8001:8000" for number in (1, 2)]
+    assert words[words.index("--repository") + 1] == "/models/My_Model"
+    assert "--api-key-file" in words
+    assert container["env"][1]["valueFrom"] == {"secretKeyRef": {"name": "clients", "key": "key"}}
+    assert front["spec"]["ports"][0]["port"] == container["ports"][0]["containerPort"]
+
+
+def test_a_gateway_finds_the_leaders_of_several_nodes(tmp_path: Path) -> None:
+    spec = ServerSpec(name="llama")
+    job = manifest_of(repository_of(tmp_path), spec, nodes=2, ssh_secret="k", replicas=2, **GATEWAY)
+    gateway = next(each for each in objects_of(job) if each["kind"] == "Deployment")
+    words = gateway_settings(gateway["spec"]["template"]["spec"]["containers"][0])
+    assert words[words.index("--url") + 1] == "llama-0.llama:8001"
+    assert words[-1] == "--replica=llama-1.llama:8001:8000"
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_gateway_apis_picker_gets_a_pool_of_gateways(tmp_path: Path, nodes: int) -> None:
+    given = {"nodes": nodes, "ssh_secret": "k", "gateway_image": "me/trtserve", "inference_pool": "llama-epp:9003"}
+    job = manifest_of(repository_of(tmp_path), ServerSpec(name="llama"), **given)
+    found = documents(job)
+    assert sorted(found) == sorted(job.record["objects"])
+    pool = found["InferencePool"]
+    assert (pool["apiVersion"], pool["metadata"]["name"]) == ("inference.networking.k8s.io/v1", "llama")
+    require_fields(pool["spec"], INFERENCE_POOL)
+    assert pool["spec"]["endpointPickerRef"] == {"name": "llama-epp", "port": {"number": 9003}}
+    if nodes == 1:
+        template = found["Deployment"]["spec"]["template"]
+        labels = template["metadata"]["labels"]
+        require_core(found["Deployment"])
+    else:
+        template = found["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["leaderTemplate"]
+        labels = template["metadata"]["labels"] | {LEADER: "0"}  # the extension writes it
+        require_fields(found["LeaderWorkerSet"]["spec"], LEADER_WORKER_SET)
+    assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    _, gateway = template["spec"]["containers"]
+    assert pool["spec"]["targetPorts"] == [{"number": gateway["ports"][0]["containerPort"]}]
+    words = gateway_settings(gateway)
+    assert words[words.index("--url") + 1] == "localhost:8001"
+    assert "--no-auth" in words  # the picker has no key; who may ask is the Gateway's business
+    require_core(found["NetworkPolicy"])
+    assert {"from": [{"namespaceSelector": {}}], "ports": [{"port": "openai"}]} in found["NetworkPolicy"]["spec"][
+        "ingress"
+    ]
+
+
+def test_a_gateways_words_are_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = manifest_of(repository_of(tmp_path), ServerSpec(name="llama"), **GATEWAY, replicas=2)
+    gateway = next(each for each in objects_of(job) if each["kind"] == "Deployment")
+    words = gateway_settings(gateway["spec"]["template"]["spec"]["containers"][0])
+    words[words.index("--repository") + 1] = str(tmp_path / "missing")
+    assert run(["gateway", *words]) == 2
+    assert "missing, which is not a folder" in capsys.readouterr().err  # nothing else was wrong

@@ -19,6 +19,7 @@ _WORD = re.compile(r"[A-Za-z0-9_.,:=@/+-]+")
 _TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 _MPI = re.compile(r"pmix(_v\d+)?")
 _DNS = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_PICKER = re.compile(_DNS.pattern + r"(:[1-9][0-9]{0,4})?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,17 @@ class KubernetesOptions(Spec):
         None, metavar="NAME", help="Secret whose key ssh-privatekey lets the leader start ranks on other nodes."
     )
     pull_secret: str | None = _kubernetes(None, metavar="NAME", help="Secret for pulling the image.")
+    gateway_image: str | None = _kubernetes(
+        None, metavar="IMAGE", help="Write a gateway in front of all copies too, from this image with trtserve."
+    )
+    inference_pool: str | None = _kubernetes(
+        None,
+        metavar="SERVICE[:PORT]",
+        help="Write an InferencePool with this endpoint picker instead, and put a gateway into each pod.",
+    )
+    gateway_secret: str | None = _kubernetes(
+        None, metavar="NAME", help="Secret whose entry `key` clients must send to the gateway."
+    )
     worker_timeout: float = _kubernetes(
         1800.0,
         metavar="SECONDS",
@@ -95,7 +107,22 @@ class KubernetesOptions(Spec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("claim", "namespace", "hf_secret", "ssh_secret", "pull_secret"):
+        if self.gateway_image is None and (self.inference_pool or self.gateway_secret):
+            raise UsageError(
+                "--inference-pool and --gateway-secret need an image with trtserve: --gateway-image IMAGE.",
+                hint="examples/deploy/Dockerfile makes one.",
+            )
+        if self.gateway_image is not None and not (self.inference_pool or self.gateway_secret):
+            raise UsageError(
+                "A gateway would answer every pod of the cluster: give clients a key with --gateway-secret NAME.",
+                hint="kubectl create secret generic NAME --from-literal=key=$(openssl rand -hex 24)",
+            )
+        if self.inference_pool is not None and not _PICKER.fullmatch(self.inference_pool):
+            raise UsageError(
+                f"--inference-pool is {self.inference_pool!r}; expected the Service of the endpoint picker, NAME or "
+                "NAME:PORT."
+            )
+        for name in ("claim", "namespace", "hf_secret", "ssh_secret", "pull_secret", "gateway_secret"):
             value = getattr(self, name)
             if value and not _DNS.fullmatch(value):
                 raise UsageError(

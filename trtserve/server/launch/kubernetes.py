@@ -31,6 +31,9 @@ from trtserve.specs.cluster import ClusterSpec, KubernetesOptions
 from trtserve.specs.options import option
 
 SSH_PORT = 2222  # not 22, so that pods on the host's network do not meet the node's own sshd
+_GATEWAY_PORT = 9000
+_PICKER_PORT = 9002
+"""Port of an endpoint picker where --inference-pool names none."""
 _STARTUP_PERIOD = 10  # seconds between two probes of a server that is starting
 _SCRIPTS, _SSH = "/trtserve/scripts", "/trtserve/ssh"
 _LONGEST_NAME = 50  # Pods of a LeaderWorkerSet are called NAME-GROUP-INDEX, and a host name has 63 characters at most
@@ -117,6 +120,11 @@ def plan_job(
     if engines:
         notes.append("Its engine's config.json was changed for these nodes: copy the repository to the volume again.")
     kinds = ("Deployment", "Service") if cluster.nodes == 1 else ("ConfigMap", "LeaderWorkerSet", "Service")
+    if cluster.inference_pool is not None:
+        kinds = (*kinds, "InferencePool")
+    elif cluster.gateway_image is not None:
+        kinds = ("StatefulSet", "Service", "Service") if cluster.nodes == 1 else kinds
+        kinds = (*kinds, "Deployment", "Service")
     return ClusterJob(
         files={place: manifest},
         command=f"kubectl apply -f {place}",
@@ -198,6 +206,8 @@ def _manifest(
             for kind, page in (("startupProbe", "ready"), ("readinessProbe", "ready"), ("livenessProbe", "live"))
         },
         "ports": {"http": address.http_port, "grpc": address.grpc_port, "metrics": address.metrics_port},
+        "named_pods": cluster.gateway_image is not None and cluster.inference_pool is None,
+        "gateway": _gateway(setup, cluster, name),
     }
     if cluster.nodes == 1:
         return render("deployment.yaml.j2", **values, server=server)
@@ -219,6 +229,31 @@ def _manifest(
         if followers is None
         else render("vllm_follower.sh.j2", port=followers),
     )
+
+
+def _gateway(setup: LaunchSetup, cluster: KubernetesSpec, name: str) -> dict[str, Any]:
+    """Return what the templates need of a gateway: one in front of all copies, or one beside each for a picker."""
+    address = setup.address
+    first, *others = ["localhost"]
+    if cluster.inference_pool is None:  # a LeaderWorkerSet makes the service of its own name
+        service = f"{name}-pods" if cluster.nodes == 1 else name
+        first, *others = [f"{name}-{number}.{service}" for number in range(cluster.replicas)]
+    open_to = ["--api-key-file", "/tmp/key"] if cluster.gateway_secret else ["--no-auth"]
+    picker, _, port = (cluster.inference_pool or "").partition(":")
+    ports = {"--http-port": address.http_port, "--metrics-port": address.metrics_port, "--port": _GATEWAY_PORT}
+    return {
+        "image": cluster.gateway_image,
+        "port": _GATEWAY_PORT,
+        "picker": picker,
+        "picker_port": int(port or _PICKER_PORT),
+        "script": 'umask 077; printenv TRTSERVE_API_KEY > /tmp/key; exec trtserve "$0" "$@"',
+        "arguments": [
+            *("--host", "0.0.0.0", "--no-tls", *open_to, "--url", f"{first}:{address.grpc_port}"),
+            *(str(word) for pair in ports.items() for word in pair),
+            *("--repository", str(setup.repository)),
+            *(f"--replica={host}:{address.grpc_port}:{address.http_port}" for host in others),
+        ],
+    }
 
 
 def _leader_script(setup: LaunchSetup, launch: Launch, gpus: int, worker_timeout: int) -> str:
