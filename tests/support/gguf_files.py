@@ -38,6 +38,12 @@ _NAMES = {
 _EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _SHARED = {f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
 _AFTER_BOTH = {"post_attention_layernorm": "post_attention_norm"}
+_MAMBA = {
+    "mamba.in_proj": "ssm_in",
+    "mamba.conv1d": "ssm_conv1d",
+    "mamba.out_proj": "ssm_out",
+    "mamba.norm": "ssm_norm",
+}
 _LAYER_INPUTS = {
     "per_layer_input_gate": "inp_gate",
     "per_layer_projection": "proj",
@@ -59,13 +65,11 @@ _OWN: dict[str, dict[str, str]] = {
         "mlp.gate.wg": "ffn_gate_inp",
         **{f"mlp.shared_mlp.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     },
+    "granitehybrid": _MAMBA,
     "falcon-h1": {
         "pre_ff_layernorm": "ffn_norm",
         **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
-        "mamba.in_proj": "ssm_in",
-        "mamba.conv1d": "ssm_conv1d",
-        "mamba.out_proj": "ssm_out",
-        "mamba.norm": "ssm_norm",
+        **_MAMBA,
     },
     "gemma4": _AFTER_BOTH
     | _LAYER_INPUTS
@@ -102,7 +106,7 @@ _OWN: dict[str, dict[str, str]] = {
         "feed_forward.w3": "ffn_up",
     },
 }
-_PERMUTED = ("llama", "granite", "smollm3")
+_PERMUTED = ("llama", "granite", "granitehybrid", "smollm3")
 _TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8}
 
 
@@ -179,9 +183,9 @@ def write_gguf_model(folder: Path, family: str, architecture: str, kind: str, **
             meant[name] = values
             tensors |= _gpt_oss(name.removeprefix("model.layers."), values)
             continue
-        if (odd := _without_stem(name.partition(f".{layer}.")[2], values, kind)) is not None:
-            own, written_as, meant[name] = odd
-            tensors[f"blk.{layer}.{own}"] = written_as
+        if (odd := _without_stem(name.partition(f".{layer}.")[2], values, kind, config)) is not None:
+            made, meant[name] = odd
+            tensors |= {f"blk.{layer}.{own}": each for own, each in made.items()}
             continue
         if stem.startswith("model.altup_"):
             stack, _, _ = stem.removeprefix("model.").rpartition(".")
@@ -226,17 +230,37 @@ def _shape(own: str, values: Array, config: Mapping[str, Any]) -> tuple[int, ...
     return tuple(size for size in values.shape if size > 1) if own.endswith(_FLOATS) else values.shape
 
 
-def _without_stem(module: str, values: Array, kind: str) -> tuple[str, Written, Array] | None:
-    """Write what has no `.weight` in transformers: its name in a layer, what is written, and what that stands for."""
+def _without_stem(
+    module: str, values: Array, kind: str, config: Mapping[str, Any]
+) -> tuple[dict[str, Written], Array] | None:
+    """Write what has no `.weight` in transformers, and Granite's joined matrices: by name, and what they stand for."""
     if module.startswith("experts."):
         content, floats = stored(values, kind)
-        return f"ffn_{'down' if 'down' in module else 'gate_up'}_exps.weight", (values.shape, kind, content), floats
+        return {f"ffn_{'down' if 'down' in module else 'gate_up'}_exps.weight": (values.shape, kind, content)}, floats
+    if module.endswith(("put_linear.weight", "router.layer.weight")):
+        return _granite(module, values, kind, "_shexp" if config["num_local_experts"] else "")
     if (own := _FLOAT_VECTORS.get(module)) is None:
         return None
     logarithm = own == "ssm_a"
     content, floats = stored(-np.exp(values) if logarithm else values, "F32")
     shape = (*values.shape, 1) if own in ("ssm_a", "ssm_d") else values.shape
-    return own, (shape, "F32", content), np.log(-floats) if logarithm else floats
+    return {own: (shape, "F32", content)}, np.log(-floats) if logarithm else floats
+
+
+def _granite(module: str, values: Array, kind: str, shared: str) -> tuple[dict[str, Written], Array]:
+    """Granite's experts and its MLP, whose names end with `shared`: gates and factors in tensors of their own."""
+    if "router" in module:
+        content, floats = stored(values, "F32")
+        return {"ffn_gate_inp.weight": (values.shape, "F32", content)}, floats
+    end = "_exps" if "block_sparse_moe" in module else shared
+    halves = np.split(values, 2, axis=-2) if "input" in module else [values]
+    parts = ("gate", "up") if "input" in module else ("down",)
+    made = [stored(half, kind) for half in halves]
+    written = {
+        f"ffn_{part}{end}.weight": (half.shape, kind, content)
+        for part, half, (content, _) in zip(parts, halves, made, strict=True)
+    }
+    return written, np.concatenate([floats for _, floats in made], -2)
 
 
 def _rotations(config: Mapping[str, Any], architecture: str) -> dict[str, Written]:
@@ -315,7 +339,7 @@ def metadata_of(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "embedding_scale": "embedding_multiplier",
         "attention.scale": "attention_multiplier",
         "residual_scale": "residual_multiplier",
-        "logit_scale": "logits_scaling" if architecture == "granite" else "logit_scale",
+        "logit_scale": "logits_scaling" if architecture.startswith("granite") else "logit_scale",
         "attention.layer_norm_epsilon": "layer_norm_eps",
         "shortconv.l_cache": "conv_L_cache",
         "rope.scaling.original_context_length": "original_max_position_embeddings",
@@ -370,11 +394,20 @@ def _kinds_of_layers(config: Mapping[str, Any], architecture: str) -> dict[str, 
             "lfm2.attention.head_count_kv": [heads if each else 0 for each in attending],
             "lfm2.attention.layer_norm_rms_epsilon": config["norm_eps"],
         }
-    if architecture == "falcon-h1":
-        sizes = {"inner_size": "d_ssm", "time_step_rank": "n_heads", "state_size": "d_state", "group_count": "n_groups"}
-        return {
-            f"falcon-h1.ssm.{key}": config[f"mamba_{name}"] for key, name in (sizes | {"conv_kernel": "d_conv"}).items()
-        }
+    if architecture in ("falcon-h1", "granitehybrid"):
+        sizes = {"time_step_rank": "n_heads", "state_size": "d_state", "group_count": "n_groups"}
+        inner = config["mamba_d_ssm"] if architecture == "falcon-h1" else 2 * config["hidden_size"]
+        found = {
+            f"{architecture}.ssm.{key}": config[f"mamba_{name}"]
+            for key, name in (sizes | {"conv_kernel": "d_conv"}).items()
+        } | {f"{architecture}.ssm.inner_size": inner}
+        if architecture == "granitehybrid":
+            found |= {
+                "granitehybrid.attention.head_count_kv": [heads if kind == "attention" else 0 for kind in kinds],
+                "granitehybrid.expert_shared_feed_forward_length": config["shared_intermediate_size"],
+                "granitehybrid.rope.scaling.finetuned": False,
+            }
+        return found
     if architecture == "hunyuan-moe":
         return {
             "hunyuan-moe.expert_used_count": config["moe_topk"][0],

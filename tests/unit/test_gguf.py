@@ -74,6 +74,8 @@ MODELS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("gemma3n", "gemma3n", "F16", {"head_dim": 32}),
     ("falcon_h1", "falcon-h1", "Q8_0", NO_FACTORS),
     ("falcon_h1", "falcon-h1", "Q4_0", {**NO_FACTORS, "mamba_rms_norm": True}),
+    ("granite_hybrid", "granitehybrid", "Q4_0", {}),
+    ("granite_hybrid_moe", "granitehybrid", "Q8_0", {"intermediate_size": 64}),
     ("hunyuan_v1_moe", "hunyuan-moe", "Q8_0", {"head_dim": 64, "rope_scaling": None}),
     ("phi3", "phi3", "Q8_0", {}),
     ("phi3_long", "phi3", "Q8_0", {"hidden_size": 64}),
@@ -422,6 +424,24 @@ def test_falcon_h1_without_the_names_and_numbers_that_it_needs(tmp_path: Path) -
     del found.entries["output.weight"]
     with pytest.raises(UnsupportedModelError, match="no output matrix"):
         config_of(found)
+
+
+def test_halves_of_granite_4_that_do_not_fit_and_a_bamba(tmp_path: Path) -> None:
+    file, _ = write_gguf_model(tmp_path, "granite_hybrid", "granitehybrid", "Q8_0", **SIZES)
+    found = GgufFile(file)
+    whole = found.entries.pop("blk.0.ffn_up.weight")
+    with pytest.raises(CorruptFileError, match=r"blk\.0\.ffn_up\.weight is absent"):
+        list(tensors_of(found))
+    found.entries["blk.0.ffn_up.weight"] = found.entries["blk.0.ssm_in.weight"]
+    with pytest.raises(CorruptFileError, match=r"ffn_up\.weight is \["):
+        list(tensors_of(found))
+    found.entries["blk.0.ffn_up.weight"] = whole
+    for key, wrong, message in (("ssm.inner_size", 200, "200 numbers"), ("rope.scaling.finetuned", True, "Bamba")):
+        told = found.metadata[f"granitehybrid.{key}"]
+        found.metadata[f"granitehybrid.{key}"] = wrong
+        with pytest.raises(TrtserveError, match=message):
+            config_of(found)
+        found.metadata[f"granitehybrid.{key}"] = told
 
 
 def test_special_tokens_outside_the_vocabulary_are_none(tmp_path: Path) -> None:

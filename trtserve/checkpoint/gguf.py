@@ -203,6 +203,28 @@ class GgufRows(Encoding):
         return kind.floats(blocks).reshape(count, columns)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Joined(Encoding):
+    """Rows of several matrices, one after another."""
+
+    parts: tuple[GgufRows, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:]
+
+    def _rows(self, first: int, count: int) -> Floats:
+        import numpy as np
+
+        found = []
+        for part in self.parts:
+            low, high = max(first, 0), min(first + count, part.shape[0])
+            if low < high:
+                found.append(part.rows(low, high - low))
+            first -= part.shape[0]
+        return np.concatenate(found)
+
+
 def _half(part: Blocks) -> Floats:
     """Return float16 [n, 1] of bytes [n, 2]."""
     import numpy as np

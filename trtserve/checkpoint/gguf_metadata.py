@@ -30,6 +30,9 @@ class GgufFamily:
     own_head_size: bool = False
     modules: Mapping[str, str] = field(default_factory=dict)  # of a layer, with names of their own
     outer: Mapping[str, str] = field(default_factory=dict)  # outside the layers; {} stands for the number in a stack
+    joined: Mapping[str, tuple[str, str]] = field(
+        default_factory=dict
+    )  # of a layer: what follows its rows, both's name
     experts: Mapping[str, str] = field(
         default_factory=lambda: _EXPERTS
     )  # of a layer; {} stands for the expert's number
@@ -45,6 +48,27 @@ _AFTER_BOTH = {
 _SANDWICH = {**_AFTER_BOTH, "ffn_norm": "pre_feedforward_layernorm"}
 _BIASED = {"attention_bias": "attn_q.bias"}
 _GEMMA: dict[str, Any] = {"norm_shift": -1.0, "own_head_size": True}
+_MAMBA = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_dt": "mamba.dt_bias",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+_MAMBA_KEYS = {
+    "mamba_n_heads": "ssm.time_step_rank",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_d_conv": "ssm.conv_kernel",
+}
+_GRANITE_KEYS = {
+    "embedding_multiplier": "embedding_scale",
+    "attention_multiplier": "attention.scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
 _LAYER_INPUTS = {
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
@@ -149,13 +173,32 @@ FAMILIES = {
         architecture="GraniteForCausalLM",
         model_type="granite",
         permuted=True,
-        keys={
-            "embedding_multiplier": "embedding_scale",
-            "attention_multiplier": "attention.scale",
-            "residual_multiplier": "residual_scale",
-            "logits_scaling": "logit_scale",
-        },
+        keys=_GRANITE_KEYS,
         present=_BIASED,
+    ),
+    "granitehybrid": GgufFamily(
+        architecture="GraniteMoeHybridForCausalLM",
+        model_type="granitemoehybrid",
+        permuted=True,
+        modules={
+            **_MAMBA,
+            "ffn_gate_inp": "block_sparse_moe.router.layer",
+            "ffn_down": "shared_mlp.output_linear",
+            "ffn_down_shexp": "shared_mlp.output_linear",
+        },
+        joined={
+            "ffn_gate": ("ffn_up", "shared_mlp.input_linear"),
+            "ffn_gate_shexp": ("ffn_up_shexp", "shared_mlp.input_linear"),
+            "ffn_gate_exps": ("ffn_up_exps", "block_sparse_moe.experts.{}.input_linear"),
+        },
+        experts={"ffn_down_exps": "block_sparse_moe.experts.{}.output_linear"},
+        keys={
+            **_GRANITE_KEYS,
+            **_MAMBA_KEYS,
+            "shared_intermediate_size": "expert_shared_feed_forward_length",
+        },
+        config={"num_local_experts": 0, "position_embedding_type": "nope"},
+        present={"mamba_conv_bias": "ssm_conv1d.bias"},
     ),
     "smollm3": GgufFamily(
         architecture="SmolLM3ForCausalLM", model_type="smollm3", permuted=True, config={"no_rope_layer_interval": 4}
@@ -202,21 +245,9 @@ FAMILIES = {
             "ffn_gate": "feed_forward.gate_proj",
             "ffn_up": "feed_forward.up_proj",
             "ffn_down": "feed_forward.down_proj",
-            "ssm_in": "mamba.in_proj",
-            "ssm_conv1d": "mamba.conv1d",
-            "ssm_dt": "mamba.dt_bias",
-            "ssm_a": "mamba.A_log",
-            "ssm_d": "mamba.D",
-            "ssm_norm": "mamba.norm",
-            "ssm_out": "mamba.out_proj",
+            **_MAMBA,
         },
-        keys={
-            "mamba_d_ssm": "ssm.inner_size",
-            "mamba_n_heads": "ssm.time_step_rank",
-            "mamba_d_state": "ssm.state_size",
-            "mamba_n_groups": "ssm.group_count",
-            "mamba_d_conv": "ssm.conv_kernel",
-        },
+        keys={"mamba_d_ssm": "ssm.inner_size", **_MAMBA_KEYS},
         present={
             **_BIASED,
             "mlp_bias": "ffn_gate.bias",
@@ -384,7 +415,7 @@ class Metadata:
         found = self.kv_heads_of_layers()
         if self.architecture == "gemma4":
             return next((heads for heads, slides in zip(found, self.sliding_layers(), strict=True) if slides), found[0])
-        without = {0} if self.architecture == "lfm2" else set[int]()
+        without = {0} if self.architecture in ("lfm2", "granitehybrid") else set[int]()
         if len(counts := set(found) - without) != 1:
             raise UnsupportedModelError(f"{self.file.path} has layers with different numbers of heads.", hint=OTHER)
         return counts.pop()

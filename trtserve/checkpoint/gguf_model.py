@@ -10,7 +10,7 @@ from statistics import NormalDist
 from typing import Any
 
 from trtserve.checkpoint.encodings import Encoding, StoredTensor
-from trtserve.checkpoint.gguf import GgufFile, GgufRows
+from trtserve.checkpoint.gguf import GgufFile, GgufRows, Joined
 from trtserve.checkpoint.gguf_metadata import AGAIN, MODULES, OTHER, OUTER, Metadata
 from trtserve.errors import CorruptFileError, UnsupportedModelError
 
@@ -86,9 +86,14 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 
 def _of_family(data: Metadata, head_size: int, share: int) -> dict[str, Any]:
     """Return what only some families have in their configs, beyond `GgufFamily.keys`."""
-    own = {"phi3": _phi3, "lfm2": _lfm2, "exaone4": _exaone4, "olmo2": _olmo2, "falcon-h1": _falcon_h1}.get(
-        data.architecture
-    )
+    own = {
+        "phi3": _phi3,
+        "lfm2": _lfm2,
+        "exaone4": _exaone4,
+        "olmo2": _olmo2,
+        "falcon-h1": _falcon_h1,
+        "granitehybrid": _granite_hybrid,
+    }.get(data.architecture)
     if data.architecture.startswith("gemma"):
         return _gemma(data, head_size, share)
     return {"hidden_act": "silu"} | ({} if own is None else own(data))
@@ -128,6 +133,19 @@ def _falcon_h1(data: Metadata) -> dict[str, Any]:
     inner, heads = data.size("ssm.inner_size"), data.size("ssm.time_step_rank")
     # llama.cpp gates before it norms.
     return {"mamba_d_head": inner // heads, "mamba_norm_before_gate": False}
+
+
+def _granite_hybrid(data: Metadata) -> dict[str, Any]:
+    if data.get("rope.scaling.finetuned", bool, False):
+        raise UnsupportedModelError(f"{data.file.path} is a Bamba; Granite 4 is read from GGUF.", hint=OTHER)
+    inner, width = data.size("ssm.inner_size"), data.size("embedding_length")
+    if inner % width:
+        raise CorruptFileError(f"{data.file.path} has states of {inner} numbers, and tokens of {width}.", hint=AGAIN)
+    return {
+        "layer_types": ["attention" if heads else "mamba" for heads in data.kv_heads_of_layers()],
+        "mamba_expand": inner // width,
+        "mamba_d_head": inner // data.size("ssm.time_step_rank"),
+    }
 
 
 def _gemma(data: Metadata, head_size: int, share: int) -> dict[str, Any]:
@@ -273,11 +291,12 @@ def _llama3(data: Metadata, head_size: int, base: float) -> dict[str, Any] | Non
 def tensors_of(file: GgufFile) -> Iterator[tuple[StoredTensor, Encoding]]:
     """Return all weights under their names in transformers, with what reads them. Raises CorruptFileError."""
     data = Metadata(file)
+    second = {follows for follows, _ in data.family.joined.values()}
     for name, entry in file.entries.items():
-        if name in _OF_CONFIG:
+        layer = _IN_LAYER.fullmatch(name)
+        if name in _OF_CONFIG or (layer is not None and layer[2] in second):
             continue
         stored = StoredTensor(name=name, file=file, entry=entry)
-        layer = _IN_LAYER.fullmatch(name)
         if layer is None:
             stem, _, kind = name.rpartition(".")
             outer, norm = {**OUTER, **data.family.outer}.get(stem), stem == "output_norm"
@@ -311,6 +330,9 @@ def _of_layer(
         f"{module}.scale" if kind == "scale" else module
     )
     experts = (_MIXTRAL if mixtral else data.family.experts).get(module)
+    if module in data.family.joined:
+        yield from _joined(stored, data, prefix, layer, module, kind)
+        return
     heads = 0
     if data.family.permuted and module in ("attn_q", "attn_k"):
         heads = data.kv_heads() if module == "attn_k" else data.size("attention.head_count")
@@ -325,7 +347,26 @@ def _of_layer(
         yield from _each(stored, data, f"{prefix}{experts}.{kind}")
 
 
-def _each(stored: StoredTensor, data: Metadata, name: str) -> Iterator[tuple[StoredTensor, Encoding]]:
+def _joined(
+    stored: StoredTensor, data: Metadata, prefix: str, layer: str, module: str, kind: str
+) -> Iterator[tuple[StoredTensor, Encoding]]:
+    """Return a matrix, or one of each expert, whose rows are those of two tensors of the file."""
+    follows, name = data.family.joined[module]
+    other, name = f"blk.{layer}.{follows}.{kind}", f"{prefix}{name}.{kind}"
+    entry = data.file.entries.get(other)
+    if entry is None or entry.shape != stored.entry.shape:
+        found = "absent" if entry is None else list(entry.shape)
+        raise CorruptFileError(f"{stored.where} has {list(stored.entry.shape)}, and {other} is {found}.", hint=AGAIN)
+    pair = stored, StoredTensor(name=other, file=data.file, entry=entry)
+    if len(entry.shape) == 3:
+        for (one, first), (_, second) in zip(*(_each(each, data, name) for each in pair), strict=True):
+            yield one, Joined(codes=one, parts=(first, second))
+    else:
+        first, second = (_rows(each, data) for each in pair)
+        yield replace(stored, name=name), Joined(codes=stored, parts=(first, second))
+
+
+def _each(stored: StoredTensor, data: Metadata, name: str) -> Iterator[tuple[StoredTensor, GgufRows]]:
     """Return the tensors of a stack, with their numbers in the name; those of vectors are columns."""
     count, *inner = stored.entry.shape
     inner += [1] if len(inner) == 1 else []
