@@ -16,13 +16,11 @@ from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer, restart_broken, serving
 from tests.support.openai_endpoint import openai_endpoint
 from tests.support.peft_adapters import write_adapter
-from tests.support.stages import build_engine, convert_adapter, convert_model
+from tests.support.stages import build_engine, convert_adapter, convert_model, make_repository
 from tests.support.text_requests import MAX_SEQ_LEN
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Checkpoint, Engine, Model
 from trtserve.client.endpoint import Endpoint
-from trtserve.repository.assembling import plan_repository
-from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
 NAME = "tiny"
@@ -114,9 +112,7 @@ def features(
     """The default repository: decoupled, inputs of all releases. Without drafts, which would end long answers soon."""
     settings = {"enable_kv_cache_reuse": "true", "ngram_max_draft_len": "0"}
     spec = RepositorySpec(name=NAME, settings=settings, lora=features_adapters)
-    repository = assemble_repository(
-        plan_repository(features_engine, features_model, spec, out=features_root / "repository")
-    )
+    repository = make_repository(features_engine, features_model, spec, out=features_root / "repository")
     with serving(repository.path, features_root / "server") as server:
         yield server
 

@@ -280,6 +280,11 @@ TEXT: dict[str, tuple[dict[str, Any], str]] = {
     "empty guide": ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": ""}, "guide"),
     "guide of no kind": ({"guided_decoding_guide": "a+"}, "guided_decoding_guide needs guided_decoding_guide_type"),
     "no text": ({"text_input": []}, "text_input"),
+    "bias without weights": ({"embedding_bias_words": ["a"]}, "must be given together"),
+    "bias of another length": (
+        {"embedding_bias_words": ["a", "b"], "embedding_bias_weights": [1.0]},
+        "both must have the same length",
+    ),
 }
 
 
@@ -292,6 +297,7 @@ def test_bad_texts_fail(features: ModelServer, model: str, case: str) -> None:
     assert message in answer["error"]
     assert "Traceback" not in answer["error"]
     assert "\n" not in answer["error"]
+    assert len(answer["error"]) < 500
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)

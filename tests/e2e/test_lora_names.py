@@ -16,12 +16,10 @@ import pytest
 from tests.support.gateways import running_gateway
 from tests.support.model_server import ModelServer, Tensors, flags, floats, integers, serving, texts
 from tests.support.peft_adapters import write_adapter
-from tests.support.stages import convert_adapter
+from tests.support.stages import convert_adapter, make_repository
 from tests.support.text_requests import answers, ask, is_idle, request, text_of
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine
-from trtserve.repository.assembling import plan_repository
-from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import RepositorySpec
 
 pytestmark = pytest.mark.triton
@@ -151,9 +149,7 @@ def crowded(features_root: Path, features_model: Path, features_engine: Engine) 
     settings = {"lora_cache_optimal_adapter_size": "8", "lora_cache_max_adapter_size": "8"}
     settings |= {"lora_cache_host_memory_bytes": "75000"}
     spec = RepositorySpec(name=NAME, lora=folders, settings=settings)
-    repository = assemble_repository(
-        plan_repository(features_engine, features_model, spec, out=features_root / "crowded")
-    )
+    repository = make_repository(features_engine, features_model, spec, out=features_root / "crowded")
     with serving(repository.path, features_root / "crowded-server") as server:
         yield server
 

@@ -18,13 +18,11 @@ from typing import Any
 import pytest
 
 from tests.support.model_server import ModelServer, serving
-from tests.support.stages import build_engine
+from tests.support.stages import build_engine, make_repository
 from trtserve.artifacts import Checkpoint
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_transport import CHANNEL_OPTIONS, grpc_client, infer_request
 from trtserve.client.tensors import ModelDescription
-from trtserve.repository.assembling import plan_repository
-from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import BuildSpec, RepositorySpec
 
 pytestmark = pytest.mark.triton
@@ -45,9 +43,7 @@ def server(features_root: Path, features_model: Path, features_checkpoint: Check
     root = features_root / "many"
     spec = BuildSpec(max_batch_size=STREAMS, max_seq_len=128, runtime="openvino")
     engine = build_engine(features_checkpoint, spec, out=root / "engine")
-    repository = assemble_repository(
-        plan_repository(engine, features_model, RepositorySpec(name="many"), out=root / "repository")
-    )
+    repository = make_repository(engine, features_model, RepositorySpec(name="many"), out=root / "repository")
     with serving(repository.path, root / "server") as ready:
         yield ready
 

@@ -12,9 +12,8 @@ import pytest
 
 from tests.support.engine_folders import write_engine
 from tests.support.model_server import ModelServer, flags, integers, serving, texts
+from tests.support.stages import make_repository
 from tests.support.tiny_models import write_tiny_model
-from trtserve.repository.assembling import plan_repository
-from trtserve.repository.publishing import assemble_repository
 from trtserve.server.triton.installation import find_triton, prepare_backends
 from trtserve.specs import RepositorySpec
 
@@ -49,9 +48,9 @@ def repository(root: Path, model: Path, **changes: Any) -> Path:
     """Two models in one repository, moved after it was made."""
     engine = write_engine(root / "engine", version="0.19.0", build={"max_batch_size": 2})
     spec = RepositorySpec(name="tiny", **changes)
-    made = assemble_repository(plan_repository(engine, model, spec, out=root / "made"))
+    made = make_repository(engine, model, spec, out=root / "made")
     other = RepositorySpec(name="other", suffix="_b", **changes)
-    assemble_repository(plan_repository(engine, model, other, into=made.path))
+    make_repository(engine, model, other, into=made.path)
     return made.path.rename(root / "moved")
 
 

@@ -19,6 +19,7 @@ from openai import OpenAI
 from tests.support.model_server import ModelServer, serving
 from tests.support.needs import find_program
 from tests.support.openai_endpoint import PROMPTS, SCHEMA, expected, openai_endpoint
+from tests.support.stages import make_repository
 from tests.support.text_requests import ENDLESS, is_idle
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine
@@ -26,8 +27,6 @@ from trtserve.client.endpoint import Endpoint
 from trtserve.client.query import generate
 from trtserve.client.spec import QuerySpec
 from trtserve.host.ports import free_ports
-from trtserve.repository.assembling import plan_repository
-from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import RepositorySpec
 
 pytestmark = pytest.mark.triton
@@ -57,7 +56,7 @@ def any_url(
         return
     out = features_root / f"openai-{request.param}"
     engine = features_engine if spec.release else logits_engine
-    repository = assemble_repository(plan_repository(engine, features_model, spec, out=out))
+    repository = make_repository(engine, features_model, spec, out=out)
     with (
         serving(repository.path, features_root / f"openai-{request.param}-server") as server,
         openai_endpoint(server, repository=repository.path) as url,

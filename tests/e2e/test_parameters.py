@@ -15,13 +15,11 @@ import pytest
 from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer, Tensors, flags, integers, serving
 from tests.support.release_client import NEWEST, long_integers
-from tests.support.stages import build_engine
+from tests.support.stages import build_engine, make_repository
 from tests.support.text_requests import answers, ask, request, text_of
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Checkpoint, Engine
 from trtserve.executor import api
-from trtserve.repository.assembling import plan_repository
-from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import BuildSpec, RepositorySpec
 
 pytestmark = pytest.mark.triton
@@ -87,7 +85,7 @@ def repository(
         postprocessing_instance_count=2,
         settings=IGNORED | EFFECTIVE | {"lora_prefetch_dir": str(root / "prefetched")},
     )
-    made = assemble_repository(plan_repository(engine, features_model, spec, out=root / "repository")).path
+    made = make_repository(engine, features_model, spec, out=root / "repository").path
     # `repo` refuses what is no such word; NVIDIA's tool fills in anything.
     config = made / "tensorrt_llm" / "config.pbtxt"
     config.write_text(config.read_text() + UNKNOWN_WORD)

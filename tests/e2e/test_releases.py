@@ -17,12 +17,11 @@ import pytest
 from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer, Tensors, integers, serving, texts
 from tests.support.release_client import KV_CACHE_OUTPUTS, PERF_OUTPUTS, ReleaseClient, long_integers
+from tests.support.stages import make_repository
 from trtserve.artifacts import Engine
 from trtserve.cli import run
 from trtserve.executor import api
 from trtserve.nvidia.releases import RELEASES, order
-from trtserve.repository.assembling import plan_repository
-from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import RepositorySpec
 
 pytestmark = pytest.mark.triton
@@ -88,7 +87,7 @@ def own(
     spec = RepositorySpec(name="tiny", release=release, streaming=streaming, settings=settings)
     with ExitStack() as stack:
         root = features_root / f"release-{release}"
-        repository = assemble_repository(plan_repository(logits_engine, tuned_tokenizer, spec, out=root / "repository"))
+        repository = make_repository(logits_engine, tuned_tokenizer, spec, out=root / "repository")
         server = stack.enter_context(serving(repository.path, root / "server"))
         yield Served(server, ReleaseClient(release), release, streaming)
 

@@ -16,14 +16,13 @@ from openai import OpenAI
 from tests.support.in_process import InProcess
 from tests.support.model_server import serving
 from tests.support.openai_endpoint import openai_endpoint
+from tests.support.stages import make_repository
 from tests.support.text_requests import word_in
 from trtserve.artifacts import Engine
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.query import Conversation, generate
 from trtserve.client.spec import QuerySpec
 from trtserve.client.tokenizer import TokenizerFiles
-from trtserve.repository.assembling import plan_repository
-from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import RepositorySpec
 
 pytestmark = pytest.mark.triton
@@ -90,7 +89,7 @@ def served(
     path.write_text(json.dumps(content))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, end], "do_sample": False}))
     spec = RepositorySpec(name="tiny", settings={"ngram_max_draft_len": "0"})
-    repository = assemble_repository(plan_repository(features_engine, folder, spec, out=root / "repository")).path
+    repository = make_repository(features_engine, folder, spec, out=root / "repository").path
     with serving(repository, root / "server") as server, openai_endpoint(server, repository=repository) as url:
         address = server.address
         endpoint = Endpoint(

@@ -13,10 +13,9 @@ import pytest
 from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer, integers, serving
 from tests.support.release_client import NEWEST, long_integers
+from tests.support.stages import make_repository
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine
-from trtserve.repository.assembling import plan_repository
-from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import RepositorySpec
 
 pytestmark = pytest.mark.triton
@@ -31,7 +30,7 @@ FIT_TO_THEIR_END = 2
 def served(root: Path, name: str, engine: Engine, model: Path, settings: dict[str, str]) -> Iterator[ModelServer]:
     """A server on a repository with these settings."""
     spec = RepositorySpec(name="tiny", settings=BASE | settings)
-    repository = assemble_repository(plan_repository(engine, model, spec, out=root / name))
+    repository = make_repository(engine, model, spec, out=root / name)
     with serving(repository.path, root / f"{name}-server") as server:
         yield server
 

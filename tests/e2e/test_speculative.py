@@ -17,14 +17,12 @@ import pytest
 
 from tests.e2e.conftest import RUNTIME
 from tests.support.model_server import ModelServer, Tensors, flags, integers, serving, texts
-from tests.support.stages import build_engine, convert_model
+from tests.support.stages import build_engine, convert_model, make_repository
 from tests.support.text_requests import ask, is_idle, request, text_of, word_in
 from tests.support.tiny_models import read_safetensors, write_safetensors
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine, Model
 from trtserve.cli import run
-from trtserve.repository.assembling import plan_repository
-from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
 pytestmark = pytest.mark.triton
@@ -56,9 +54,7 @@ def drafting(
     features_root: Path, features_model: Path, features_engine: Engine, draft_engine: Engine
 ) -> Iterator[ModelServer]:
     out = features_root / "drafting"
-    made = assemble_repository(
-        plan_repository(features_engine, features_model, RepositorySpec(name=NAME), draft=draft_engine, out=out)
-    )
+    made = make_repository(features_engine, features_model, RepositorySpec(name=NAME), draft=draft_engine, out=out)
     shutil.copytree(made.path / NAME, made.path / TWIN)
     config = (made.path / TWIN / "config.pbtxt").read_text()
     config = config.replace(f'name: "{NAME}"', f'name: "{TWIN}"').replace('"tensorrt_llm_draft"', '"tensorrt_llm"')
@@ -292,7 +288,7 @@ def old(
     flags: dict[str, Any] = {"streaming": False, "enable_kv_cache_reuse": True, "max_tokens_in_paged_kv_cache": 512}
     spec = RepositorySpec(name=NAME, release="0.12", **flags)
     out = features_root / "old-drafting"
-    made = assemble_repository(plan_repository(features_engine, features_model, spec, draft=draft_engine, out=out))
+    made = make_repository(features_engine, features_model, spec, draft=draft_engine, out=out)
     with serving(made.path, features_root / "old-drafting-server") as server:
         yield server
 

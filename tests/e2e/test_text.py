@@ -197,26 +197,6 @@ def test_words_differ_between_the_rows_of_a_batch(
     )
 
 
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "bias without weights": ({"embedding_bias_words": ["a"]}, "must be given together"),
-    "bias of another length": (
-        {"embedding_bias_words": ["a", "b"], "embedding_bias_weights": [1.0]},
-        "both must have the same length",
-    ),
-}
-
-
-@pytest.mark.parametrize("model", TEXT_MODELS)
-@pytest.mark.parametrize("case", BAD)
-def test_bad_texts_are_refused(features: ModelServer, model: str, case: str) -> None:
-    change, message = BAD[case]
-    status, answer = features.generate(model, {"text_input": TEXT, "max_tokens": 4, **change})
-    assert status >= 400
-    assert message in answer["error"]
-    assert "Traceback" not in answer["error"]
-    assert len(answer["error"]) < 500
-
-
 def test_a_body_that_is_no_utf8(features: ModelServer) -> None:
     body = json.dumps({"text_input": "caf?", "max_tokens": 4}).encode().replace(b"?", b"\xe9")
     with closing(features.connection(30)) as connection:

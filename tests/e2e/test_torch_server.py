@@ -13,10 +13,8 @@ import pytest
 from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer, serving
 from tests.support.release_client import NEWEST
-from tests.support.stages import build_engine
+from tests.support.stages import build_engine, make_repository
 from trtserve.artifacts import Checkpoint, Engine
-from trtserve.repository.assembling import plan_repository
-from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import BuildSpec, RepositorySpec
 from trtserve.specs.command_line import spec_of
 
@@ -40,7 +38,7 @@ def server(
     spec = replace(spec_of(BuildSpec, features_engine.manifest.facts["built_with"]), runtime="torch", device="cpu")
     engine = build_engine(features_checkpoint, spec, out=features_root / "torch-engine")
     named = RepositorySpec(name="tiny", lora=features_adapters)
-    repository = assemble_repository(plan_repository(engine, features_model, named, out=features_root / "torch"))
+    repository = make_repository(engine, features_model, named, out=features_root / "torch")
     with serving(repository.path, features_root / "torch-server") as running:
         yield running
 

@@ -16,14 +16,12 @@ import pytest
 from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer, Tensors, flags, inputs_of, integers, serving
 from tests.support.release_client import NEWEST
-from tests.support.stages import build_engine, convert_model
+from tests.support.stages import build_engine, convert_model, make_repository
 from tests.support.text_requests import ENDLESS, MAX_SEQ_LEN, is_idle
 from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine, Model
 from trtserve.executor import api
-from trtserve.repository.assembling import plan_repository
-from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
 pytestmark = pytest.mark.triton
@@ -63,7 +61,7 @@ def plain(root: Path, model: Path, engine: Engine) -> Iterator[ModelServer]:
     # Triton loads no ensemble whose tensors differ in type between its models: the type set here reaches all of them.
     settings = {"prompt_embedding_table_data_type": "TYPE_BF16", "ngram_max_draft_len": "0"}
     spec = RepositorySpec(name=NAME, streaming=False, settings=settings)
-    made = assemble_repository(plan_repository(engine, model, spec, out=root / "made"))
+    made = make_repository(engine, model, spec, out=root / "made")
     repository = made.path.rename(root / "moved")
     with serving(repository, root / "plain-server") as server:
         yield server

@@ -11,18 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.stages import build_engine, convert_model
+from tests.support.stages import tiny_repository
 from tests.support.supervised import ALL, measured
 from tests.support.tiny_models import write_tiny_model
-from trtserve.artifacts import Checksums, Model, ModelRepository, load_artifact
+from trtserve.artifacts import Checksums, ModelRepository, load_artifact
 from trtserve.cli import run
 from trtserve.errors import CorruptFileError
 from trtserve.progress import SILENT
-from trtserve.repository.assembling import plan_repository
 from trtserve.repository.check import check_repository
 from trtserve.repository.check.files import require_intact
-from trtserve.repository.publishing import assemble_repository
-from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+from trtserve.specs import BuildSpec
 
 
 def flip(path: Path) -> None:
@@ -45,12 +43,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {"truncated": truncate, "bit-flip
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("corruption")
-    model = write_tiny_model(root / "model")
-    checkpoint = convert_model(Model(path=model), ConvertSpec(dtype="float32"), out=root / "checkpoint")
-    engine = build_engine(checkpoint, BuildSpec(max_batch_size=2, runtime="openvino"), out=root / "engine")
-    spec = RepositorySpec(name="tiny")
-    return assemble_repository(plan_repository(engine, model, spec, out=root / "repository")).path
+    return tiny_repository(tmp_path_factory.mktemp("corruption"), BuildSpec(max_batch_size=2, runtime="openvino"))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

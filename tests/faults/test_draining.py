@@ -9,18 +9,14 @@ import pytest
 
 from tests.support.model_server import ModelServer, integers
 from tests.support.release_client import NEWEST
-from tests.support.stages import build_engine, convert_model
+from tests.support.stages import tiny_repository
 from tests.support.supervised import supervised
-from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
-from trtserve.artifacts import Model
 from trtserve.client.metrics import read_heartbeats
 from trtserve.programs.shared.run_folder import DRAINING
-from trtserve.repository.assembling import plan_repository
-from trtserve.repository.publishing import assemble_repository
 from trtserve.server.shutdown import stop_server
 from trtserve.server.state import run_folder
-from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+from trtserve.specs import BuildSpec
 
 pytestmark = pytest.mark.triton
 
@@ -48,14 +44,8 @@ step.Stepper.start = held
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """The models of a tiny engine that can be held up."""
-    model = write_tiny_model(tmp_path / "model")
-    checkpoint = convert_model(Model(path=model), ConvertSpec(dtype="float32"), out=tmp_path / "checkpoint")
-    spec = BuildSpec(max_batch_size=8, max_seq_len=TOKENS + 100, runtime="openvino")
-    engine = build_engine(checkpoint, spec, out=tmp_path / "engine")
-    plan = plan_repository(
-        engine, model, RepositorySpec(name="tiny", ngram_max_draft_len=0), out=tmp_path / "repository"
-    )
-    path = assemble_repository(plan).path
+    build = BuildSpec(max_batch_size=8, max_seq_len=TOKENS + 100, runtime="openvino")
+    path = tiny_repository(tmp_path, build, ngram_max_draft_len=0)
     program = path / "tensorrt_llm" / "1" / "model.py"
     text = program.read_text() + SLOW.format(hold=str(tmp_path / "hold"))
     program.unlink()  # it may be linked from elsewhere

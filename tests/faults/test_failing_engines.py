@@ -15,14 +15,10 @@ import psutil
 import pytest
 
 from tests.support.servers import HOST
-from tests.support.stages import build_engine, convert_model
+from tests.support.stages import tiny_repository
 from tests.support.supervised import ALL, Supervised, alive, measured, seconds_until, supervised
-from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
-from trtserve.artifacts import Model
-from trtserve.repository.assembling import plan_repository
-from trtserve.repository.publishing import assemble_repository
-from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+from trtserve.specs import BuildSpec
 
 pytestmark = pytest.mark.triton
 
@@ -72,12 +68,8 @@ def order(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory, order: Path) -> Path:
-    root = tmp_path_factory.mktemp("engine")
-    model = write_tiny_model(root / "model")
-    checkpoint = convert_model(Model(path=model), ConvertSpec(dtype="float32"), out=root / "checkpoint")
-    engine = build_engine(checkpoint, BuildSpec(runtime="openvino", max_batch_size=8), out=root / "engine")
-    spec = RepositorySpec(name="tiny", ngram_max_draft_len=0)
-    path = assemble_repository(plan_repository(engine, model, spec, out=root / "repository")).path
+    build = BuildSpec(runtime="openvino", max_batch_size=8)
+    path = tiny_repository(tmp_path_factory.mktemp("engine"), build, ngram_max_draft_len=0)
     program = path / "tensorrt_llm" / "1" / "model.py"
     text = program.read_text() + FAULTS.format(order=str(order))
     program.unlink()  # it may be linked from elsewhere

@@ -9,14 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.stages import build_engine, convert_model
+from tests.support.stages import tiny_repository
 from tests.support.supervised import measured, seconds_until, supervised
-from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
-from trtserve.artifacts import Model
-from trtserve.repository.assembling import plan_repository
-from trtserve.repository.publishing import assemble_repository
-from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+from trtserve.specs import BuildSpec
 
 pytestmark = pytest.mark.triton
 
@@ -25,12 +21,8 @@ MODELS = ("preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls")
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("engine")
-    model = write_tiny_model(root / "model")
-    checkpoint = convert_model(Model(path=model), ConvertSpec(dtype="float32"), out=root / "checkpoint")
-    engine = build_engine(checkpoint, BuildSpec(runtime="openvino", max_batch_size=8), out=root / "engine")
-    spec = RepositorySpec(name="tiny", ngram_max_draft_len=0)
-    return assemble_repository(plan_repository(engine, model, spec, out=root / "repository")).path
+    build = BuildSpec(runtime="openvino", max_batch_size=8)
+    return tiny_repository(tmp_path_factory.mktemp("engine"), build, ngram_max_draft_len=0)
 
 
 @pytest.fixture(scope="module")

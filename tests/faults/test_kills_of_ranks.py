@@ -10,15 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.stages import build_engine, convert_model
+from tests.support.stages import tiny_repository
 from tests.support.supervised import Supervised, measured, seconds_until, supervised
-from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
-from trtserve.artifacts import Model
-from trtserve.repository.assembling import plan_repository
-from trtserve.repository.publishing import assemble_repository
 from trtserve.server.rank_processes import with_members
-from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+from trtserve.specs import BuildSpec
 
 pytestmark = [pytest.mark.triton, pytest.mark.needs("torch")]
 
@@ -30,13 +26,8 @@ NOTICED = 30.0
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A language model in two shards on PyTorch, whose ranks talk through gloo."""
-    root = tmp_path_factory.mktemp("ranks")
-    model = write_tiny_model(root / "model")
-    checkpoint = convert_model(Model(path=model), ConvertSpec(dtype="float32", tp_size=2), out=root / "checkpoint")
-    spec = BuildSpec(runtime="torch", device="cpu", max_batch_size=8, max_seq_len=128)
-    engine = build_engine(checkpoint, spec, out=root / "engine")
-    plan = plan_repository(engine, model, RepositorySpec(name="tiny"), out=root / "repository")
-    return assemble_repository(plan).path
+    build = BuildSpec(runtime="torch", device="cpu", max_batch_size=8, max_seq_len=128)
+    return tiny_repository(tmp_path_factory.mktemp("ranks"), build, tp_size=2)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from tests.support.stages import make_repository
 from tests.support.tiny_models import write_byte_tokenizer
 from trtserve.artifacts import Engine, ModelRepository
 from trtserve.checkpoint.architectures import checkpoint_targets
@@ -15,8 +16,6 @@ from trtserve.checkpoint.placement import Placement
 from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.executor.torch.runtime import TOKENS_PER_BLOCK, TorchRuntime
 from trtserve.pipeline.checkpoint_config import checkpoint_config
-from trtserve.repository.assembling import plan_repository
-from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.specs.convert import Quantization
 
@@ -95,7 +94,7 @@ def core_repository(folder: Path, engine: Engine, **settings: str) -> ModelRepos
     for name in ranks:
         (light / name).write_bytes(b"0")
     spec = RepositorySpec(name="random", settings=settings)
-    whole = assemble_repository(plan_repository(Engine(path=light), tokenizer, spec, out=folder / "whole"))
+    whole = make_repository(Engine(path=light), tokenizer, spec, out=folder / "whole")
     core = folder / "repository" / "tensorrt_llm"
     shutil.copytree(whole.path / "tensorrt_llm", core)
     shutil.rmtree(whole.path)

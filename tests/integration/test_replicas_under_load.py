@@ -17,12 +17,11 @@ from typing import Any
 import pytest
 
 from tests.support.gateways import HOST, running_gateway
+from tests.support.stages import make_repository
 from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
 from tests.unit.test_repo_adapters import SPEC, write_engine
 from trtserve.host.ports import free_ports
-from trtserve.repository.assembling import plan_repository
-from trtserve.repository.publishing import assemble_repository
 
 CLIENTS, TOKENS, STEP = 8, 20, "0.02"
 KEY = "an-admin-key-of-a-test"
@@ -90,7 +89,7 @@ class Load:
 def repository(tmp_path: Path) -> Path:
     made = write_engine(tmp_path / "engine")
     tokenizer = write_tiny_model(tmp_path / "model")
-    return assemble_repository(plan_repository(made, tokenizer, SPEC)).path
+    return make_repository(made, tokenizer, SPEC).path
 
 
 def test_no_answer_is_lost_that_had_not_begun(repository: Path, tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from tests.support.counting_vllm import nvidia_repository
 from tests.support.engine_folders import built_here, write_engine
 from tests.support.loading_faults import warmed_up
 from tests.support.repository_changes import assign, edit, parameter, step
+from tests.support.stages import make_repository
 from tests.support.tiny_models import write_tiny_model
 from tests.support.upstream_repositories import write_upstream, write_upstream_llmapi
 from trtserve.artifacts import Engine, Model
-from trtserve.repository.assembling import plan_repository
 from trtserve.repository.llmapi import plan_llmapi_repository
 from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import RepositorySpec
@@ -86,16 +86,14 @@ class RepositoryFactory:
     def own(self, name: str, engine: Engine, *, draft: Engine | None = None, **changes: Any) -> Path:
         """A repository that trtserve makes."""
         out = self.folder / "repositories" / name
-        return assemble_repository(
-            plan_repository(engine, self.hf, replace(SPEC, **changes), draft=draft, out=out)
-        ).path
+        return make_repository(engine, self.hf, replace(SPEC, **changes), draft=draft, out=out).path
 
     def placed(self, name: str, first: str, second: str) -> Path:
         """Two models of two ranks each, on the GPUs that are given."""
         engine, settings = self.engine(version="1.2.0", tp_size=2), {"gpu_device_ids": first}
         path = self.own(name, engine, settings=settings)
         spec = replace(SPEC, name="other", suffix="_b", settings={"gpu_device_ids": second})
-        return assemble_repository(plan_repository(engine, self.hf, spec, into=path)).path
+        return make_repository(engine, self.hf, spec, into=path).path
 
     def llmapi(self, name: str, *, tp_size: int = 1, into: Path | None = None, **changes: Any) -> Path:
         """A repository for the LLM API; its models may be added to another one."""
@@ -120,9 +118,7 @@ def bases(factory: RepositoryFactory) -> dict[str, Path]:
     target, draft = made(version="1.2.0", build={"max_draft_len": 4}), made(version="1.2.0")
     adapters = {"french": factory.adapter("french")}
     second = own("second", made(version="1.2.0"))
-    assemble_repository(
-        plan_repository(made(version="1.2.0"), factory.hf, replace(SPEC, name="other", suffix="_b"), into=second)
-    )
+    make_repository(made(version="1.2.0"), factory.hf, replace(SPEC, name="other", suffix="_b"), into=second)
     return {
         "two models": second,
         "openvino": own("openvino", factory.embedded()),

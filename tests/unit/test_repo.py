@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.stages import make_repository
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Engine, Manifest, ModelRepository, load_artifact
 from trtserve.cli.app import run
@@ -18,7 +19,6 @@ from trtserve.errors import RepositoryError, TrtserveError, UsageError
 from trtserve.repository.assembling import default_name, plan_repository
 from trtserve.repository.config import parse_config
 from trtserve.repository.programs import tree
-from trtserve.repository.publishing import assemble_repository
 from trtserve.repository.served import inspect_repository
 from trtserve.specs import RepositorySpec
 
@@ -63,7 +63,7 @@ def parameters(repository: Path, model: str) -> dict[str, str]:
 
 
 def test_repository(engine: Engine, tokenizer: Path) -> None:
-    repository = assemble_repository(plan_repository(engine, tokenizer, SPEC)).path
+    repository = make_repository(engine, tokenizer, SPEC).path
     assert sorted(path.name for path in repository.iterdir()) == [*MODELS[:1], "manifest.json", *MODELS[1:]]
     assert all(config(repository, model).name == model for model in MODELS)
     assert {config(repository, model).max_batch_size for model in MODELS} == {12}
@@ -86,7 +86,7 @@ def test_programs_find_their_modules_and_leave_nothing_behind(
     engine: Engine, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     """As Triton's Python stub loads them: with the version folder on sys.path."""
-    repository = assemble_repository(plan_repository(engine, tokenizer, SPEC)).path
+    repository = make_repository(engine, tokenizer, SPEC).path
     monkeypatch.syspath_prepend(str(repository / model / "1"))
     try:
         program = runpy.run_path(str(repository / model / "1" / "model.py"))
@@ -99,7 +99,7 @@ def test_programs_find_their_modules_and_leave_nothing_behind(
 
 
 def test_paths_are_relative(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
-    repository = assemble_repository(plan_repository(engine, tokenizer, SPEC, out=tmp_path / "out")).path
+    repository = make_repository(engine, tokenizer, SPEC, out=tmp_path / "out").path
     configs = list(repository.glob("*/config.pbtxt"))
     assert configs
     for path in configs:
@@ -108,7 +108,7 @@ def test_paths_are_relative(engine: Engine, tokenizer: Path, tmp_path: Path) -> 
 
 def test_streaming_sets_the_transaction_policy(engine: Engine, tokenizer: Path) -> None:
     for streaming in (True, False):
-        repository = assemble_repository(plan_repository(engine, tokenizer, replace(SPEC, streaming=streaming))).path
+        repository = make_repository(engine, tokenizer, replace(SPEC, streaming=streaming)).path
         for model in ("tensorrt_llm", "tensorrt_llm_bls", "tiny"):
             assert config(repository, model).model_transaction_policy.decoupled == streaming
 
@@ -127,7 +127,7 @@ def test_options_reach_the_configurations(engine: Engine, tokenizer: Path) -> No
         },
         copy=True,
     )
-    made = assemble_repository(plan_repository(engine, tokenizer, spec))
+    made = make_repository(engine, tokenizer, spec)
     core = parameters(made.path, "tensorrt_llm")
     assert core["max_tokens_in_paged_kv_cache"] == "4096"
     assert core["kv_cache_free_gpu_mem_fraction"] == "0.25"
@@ -141,7 +141,7 @@ def test_options_reach_the_configurations(engine: Engine, tokenizer: Path) -> No
 
 
 def test_manifest_facts(engine: Engine, tokenizer: Path) -> None:
-    manifest = assemble_repository(plan_repository(engine, tokenizer, SPEC)).manifest
+    manifest = make_repository(engine, tokenizer, SPEC).manifest
     assert manifest is not None
     expected = {
         "alias": "tiny",
@@ -159,7 +159,7 @@ def test_manifest_facts(engine: Engine, tokenizer: Path) -> None:
 
 
 def test_a_release_gets_exactly_its_tensors(engine: Engine, tokenizer: Path) -> None:
-    repository = assemble_repository(plan_repository(engine, tokenizer, replace(SPEC, release="0.17.0"))).path
+    repository = make_repository(engine, tokenizer, replace(SPEC, release="0.17.0")).path
     names = {tensor.name for tensor in config(repository, "tensorrt_llm").input}
     assert "min_length" in names
     assert "min_tokens" not in names
@@ -170,7 +170,7 @@ def test_engines_of_trtllm_build_are_accepted(engine: Engine, tokenizer: Path) -
     content = json.loads((engine.path / "config.json").read_text())
     del content["trtserve"]
     (engine.path / "config.json").write_text(json.dumps(content))
-    repository = assemble_repository(plan_repository(engine, tokenizer, SPEC)).path
+    repository = make_repository(engine, tokenizer, SPEC).path
     assert config(repository, "tensorrt_llm").backend == "tensorrtllm"
     assert "executor" not in parameters(repository, "tensorrt_llm")
     assert "random_seed" not in {tensor.name for tensor in config(repository, "tensorrt_llm").input}
@@ -184,9 +184,9 @@ def test_incomplete_engine_is_refused(engine: Engine, tokenizer: Path) -> None:
 
 
 def test_only_equal_inputs_are_reused(engine: Engine, tokenizer: Path) -> None:
-    first = assemble_repository(plan_repository(engine, tokenizer, SPEC))
+    first = make_repository(engine, tokenizer, SPEC)
     assert plan_repository(engine, tokenizer, SPEC).reused
-    assert assemble_repository(plan_repository(engine, tokenizer, replace(SPEC, copy=True))).path == first.path
+    assert make_repository(engine, tokenizer, replace(SPEC, copy=True)).path == first.path
     (tokenizer / "generation_config.json").write_text('{"eos_token_id": 7}')
     assert not plan_repository(engine, tokenizer, SPEC).reused
     assert not plan_repository(engine, tokenizer, replace(SPEC, streaming=False)).reused
@@ -229,7 +229,7 @@ def test_flags_set_parameters(engine: Engine, tokenizer: Path) -> None:
         "accumulate_tokens": True,
         "max_queue_size": 7,
     }
-    made = assemble_repository(plan_repository(engine, tokenizer, replace(SPEC, **flags))).path
+    made = make_repository(engine, tokenizer, replace(SPEC, **flags)).path
     core, bls = parameters(made, "tensorrt_llm"), parameters(made, "tensorrt_llm_bls")
     assert (core["gpt_model_type"], core["batch_scheduler_policy"]) == ("inflight_batching", "guaranteed_no_evict")
     assert (core["enable_kv_cache_reuse"], core["exclude_input_in_output"]) == ("false", "true")
@@ -252,7 +252,7 @@ def test_folders_without_engine_or_tokenizer_are_refused(engine: Engine, tokeniz
 def test_broken_tokenizer_leaves_nothing_behind(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
     (tokenizer / "tokenizer.json").write_text("{")
     with pytest.raises(RepositoryError, match="tokenizer cannot be loaded"):
-        assemble_repository(plan_repository(engine, tokenizer, SPEC, out=tmp_path / "out"))
+        make_repository(engine, tokenizer, SPEC, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -261,7 +261,7 @@ def test_a_tokenizer_with_too_large_ids_is_refused(engine: Engine, tokenizer: Pa
     content["pretrained_config"]["vocab_size"] = 40
     (engine.path / "config.json").write_text(json.dumps(content))
     with pytest.raises(RepositoryError, match="the engine's vocabulary has 40 tokens"):
-        assemble_repository(plan_repository(engine, tokenizer, SPEC))
+        make_repository(engine, tokenizer, SPEC)
 
 
 def test_default_name(engine: Engine, tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_gpu_engines_get_no_parameter_classes(engine: Engine, tokenizer: Path) -
     del content["trtserve"]
     (engine.path / "config.json").write_text(json.dumps(content))
     spec = replace(SPEC, settings={"gpu_device_ids": "0", "medusa_choices": "{0}"})
-    repository = assemble_repository(plan_repository(engine, tokenizer, spec))
+    repository = make_repository(engine, tokenizer, spec)
     assert not list(repository.path.glob("*/1/parameter_classes.json"))
     assert repository.manifest is not None
     assert repository.manifest.facts["ignored_parameters"] == []

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.peft_adapters import write_adapter as write_peft
-from tests.support.stages import convert_adapter
+from tests.support.stages import convert_adapter, make_repository
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Adapter, Engine, Manifest
 from trtserve.cli.app import run
@@ -19,7 +19,6 @@ from trtserve.errors import RepositoryError, UnsupportedModelError, UsageError
 from trtserve.programs.shared.lora_names import LoraNames
 from trtserve.repository.adapters import add_adapter, find_adapters, remove_adapter
 from trtserve.repository.assembling import plan_repository
-from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import RepositorySpec
 from trtserve.specs.options import options_of
 from trtserve.store import Store
@@ -63,9 +62,7 @@ def write_adapter(folder: Path, rows: Any = ((Q, 0, 2), (V, 1, 2)), *, width: in
 
 def test_repository(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
     folders = {"poet": write_adapter(tmp_path / "poet"), "clerk": write_adapter(tmp_path / "clerk", value=2)}
-    made = assemble_repository(plan_repository(engine, tokenizer, replace(SPEC, lora=folders))).path.rename(
-        tmp_path / "moved"
-    )
+    made = make_repository(engine, tokenizer, replace(SPEC, lora=folders)).path.rename(tmp_path / "moved")
     names = LoraNames(made)
     assert names.names == ("clerk", "poet")
     assert len({names.task_id(name) for name in names.names}) == 2
@@ -171,7 +168,7 @@ def test_a_converted_adapter_wins_over_its_source(tmp_path: Path, monkeypatch: p
 def test_a_peft_folder_is_converted(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
     modules = {"self_attn.q_proj": (64, 64), "self_attn.v_proj": (64, 32)}
     peft = write_peft(tmp_path / "peft", modules=modules, alpha_pattern={"v_proj": 1})
-    made = assemble_repository(plan_repository(engine, tokenizer, replace(SPEC, lora={"poet": peft}))).path
+    made = make_repository(engine, tokenizer, replace(SPEC, lora={"poet": peft})).path
     expected = convert_adapter(peft, out=tmp_path / "converted").path
     weights, config = LoraNames(made).tensors("poet")
     np.testing.assert_array_equal(weights, np.load(expected / "model.lora_weights.npy"))
@@ -190,7 +187,7 @@ def test_a_peft_folder_is_converted(engine: Engine, tokenizer: Path, tmp_path: P
 def test_adapters_are_added_and_removed_while_a_repository_is_served(
     engine: Engine, tokenizer: Path, tmp_path: Path
 ) -> None:
-    made = assemble_repository(plan_repository(engine, tokenizer, SPEC)).path.rename(tmp_path / "served")
+    made = make_repository(engine, tokenizer, SPEC).path.rename(tmp_path / "served")
     names = LoraNames(made)
 
     def known() -> list[str]:

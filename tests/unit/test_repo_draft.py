@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.stages import make_repository
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Engine, Manifest
 from trtserve.cli.app import run
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.repository.assembling import plan_repository
 from trtserve.repository.config import parse_config
-from trtserve.repository.publishing import assemble_repository
 from trtserve.repository.tokenizer import require_same_tokens
 from trtserve.specs import RepositorySpec
 
@@ -66,7 +66,7 @@ def parameters(repository: Path, model: str) -> dict[str, str]:
 
 def test_repository_of_two_engines(target: Engine, make_engine: MakeEngine, tokenizer: Path) -> None:
     draft = make_engine("draft", layers=1)
-    made = assemble_repository(plan_repository(target, tokenizer, SPEC, draft=draft))
+    made = make_repository(target, tokenizer, SPEC, draft=draft)
     core, second = (parameters(made.path, name) for name in ("tensorrt_llm", "tensorrt_llm_draft"))
     assert (core["gpt_model_path"], second["gpt_model_path"]) == ("tensorrt_llm/1", "tensorrt_llm_draft/1")
     assert (made.path / "tensorrt_llm_draft" / "1" / "rank0.bin").samefile(draft.path / "rank0.bin")
@@ -82,7 +82,7 @@ def test_repository_of_two_engines(target: Engine, make_engine: MakeEngine, toke
 
 
 def test_without_a_draft_engine_there_is_one_core_model(target: Engine, tokenizer: Path) -> None:
-    made = assemble_repository(plan_repository(target, tokenizer, SPEC))
+    made = make_repository(target, tokenizer, SPEC)
     assert not (made.path / "tensorrt_llm_draft").exists()
     assert parameters(made.path, "tiny")["tensorrt_llm_draft_model_name"] == ""
 
@@ -98,7 +98,7 @@ def test_the_draft_engine_is_part_of_the_fingerprint(target: Engine, make_engine
 def test_settings_of_the_draft_model(target: Engine, make_engine: MakeEngine, tokenizer: Path) -> None:
     settings = {"tensorrt_llm_draft.enable_kv_cache_reuse": "false", "enable_kv_cache_reuse": "false"}
     spec = replace(SPEC, settings=settings, max_tokens_in_paged_kv_cache=512)
-    made = assemble_repository(plan_repository(target, tokenizer, spec, draft=make_engine("draft")))
+    made = make_repository(target, tokenizer, spec, draft=make_engine("draft"))
     for name in ("tensorrt_llm", "tensorrt_llm_draft"):
         assert parameters(made.path, name)["enable_kv_cache_reuse"] == "false"
         assert parameters(made.path, name)["max_tokens_in_paged_kv_cache"] == "512"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.engine_folders import built_here, write_engine
+from tests.support.stages import make_repository
 from tests.support.tiny_models import write_tiny_model
 from tests.support.unsupported_release import ENGINELESS
 from trtserve.artifacts import Engine, ModelRepository
@@ -18,7 +19,6 @@ from trtserve.errors import RepositoryError, UsageError
 from trtserve.repository.assembling import plan_repository
 from trtserve.repository.config import parse_config
 from trtserve.repository.engines import Installation, rebuild_command, remake_command, require_matching
-from trtserve.repository.publishing import assemble_repository
 from trtserve.repository.served import ServedRepository, inspect_repository
 from trtserve.specs import RepositorySpec
 
@@ -47,7 +47,7 @@ def parameters(repository: Path, model: str) -> dict[str, str]:
 
 
 def made(engine: Engine, tokenizer: Path, out: Path, **changes: Any) -> Path:
-    return assemble_repository(plan_repository(engine, tokenizer, replace(SPEC, **changes), out=out)).path
+    return make_repository(engine, tokenizer, replace(SPEC, **changes), out=out).path
 
 
 def test_gpu_engines_use_the_tensorrtllm_backend(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_two_models_in_one_repository(tokenizer: Path, tmp_path: Path) -> None:
     repository = made(first, tokenizer, tmp_path / "out")
     before = {path: path.read_bytes() for path in repository.rglob("*") if path.is_file()}
     spec = replace(SPEC, name="small", suffix="_b")
-    assert assemble_repository(plan_repository(second, tokenizer, spec, into=repository)).path == repository
+    assert make_repository(second, tokenizer, spec, into=repository).path == repository
     for path, content in before.items():
         assert path.name == "manifest.json" or path.read_bytes() == content
     for model in ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensorrt_llm_bls"):
@@ -193,7 +193,7 @@ def test_two_models_in_one_repository(tokenizer: Path, tmp_path: Path) -> None:
     again = plan_repository(second, tokenizer, spec, into=repository)
     assert again.reused
     with pytest.raises(RepositoryError, match="has a model preprocessing_b already") as caught:
-        assemble_repository(plan_repository(first, tokenizer, spec, into=repository))
+        make_repository(first, tokenizer, spec, into=repository)
     assert "--suffix _c --name OTHER" in str(caught.value.hint)
     with pytest.raises(UsageError, match="differs from what the models"):
         plan_repository(first, tokenizer, replace(SPEC, name="c", suffix="_c", container_paths="/m"), into=repository)
@@ -206,7 +206,7 @@ def test_adding_to_a_folder_of_other_tools_is_refused(engine: Engine, tokenizer:
 
 
 def served_of(engine: Engine, tokenizer: Path, out: Path) -> ServedRepository:
-    repository = assemble_repository(plan_repository(engine, tokenizer, SPEC, out=out))
+    repository = make_repository(engine, tokenizer, SPEC, out=out)
     return inspect_repository(repository)
 
 
@@ -274,7 +274,7 @@ def test_a_draft_model_with_a_suffix(tokenizer: Path, tmp_path: Path) -> None:
     target = write_engine(tmp_path / "target", tp_size=2, model=shape, build={"max_draft_len": 4})
     draft = write_engine(tmp_path / "draft", model={**shape, "num_hidden_layers": 1})
     spec = replace(SPEC, suffix="_b", container_paths="/models")
-    repository = assemble_repository(plan_repository(target, tokenizer, spec, draft=draft, out=tmp_path / "out")).path
+    repository = make_repository(target, tokenizer, spec, draft=draft, out=tmp_path / "out").path
     named = parameters(repository, "tiny")
     assert (named["tensorrt_llm_model_name"], named["tensorrt_llm_draft_model_name"]) == (
         "tensorrt_llm_b",
