@@ -14,10 +14,7 @@ RuntimeName = Literal["auto", "tensorrt_llm", "llmapi", "torch", "vllm", "openvi
 Device = Literal["cpu", "cuda"]  # where an engine keeps its weights: in main memory, or on NVIDIA GPUs
 DeviceName = Literal["cpu", "cuda", "gpu", "npu", "auto"]
 PluginType = Literal["disable", "auto", "float16", "float32", "bfloat16"]
-GemmPluginType = Literal["disable", "auto", "float16", "float32", "bfloat16", "fp8", "nvfp4"]
 Switch = Literal["enable", "disable"]
-KvCacheType = Literal["paged", "continuous", "disabled"]
-ProfilingVerbosity = Literal["layer_names_only", "detailed", "none"]
 SpeculativeMode = Literal[
     "none", "draft_tokens_external", "lookahead_decoding", "medusa", "explicit_draft_tokens", "eagle"
 ]
@@ -107,7 +104,7 @@ class BuildSpec(InContainer):
         separator=",",
     )
     max_lora_rank: int = _features(64, metavar="RANK", help="Largest rank of an adapter.", minimum=1)
-    gemm_plugin: GemmPluginType | None = _trtllm_build(
+    gemm_plugin: Literal["disable", "auto", "float16", "float32", "bfloat16", "fp8", "nvfp4"] | None = _trtllm_build(
         None, help="Type of the GEMM plugin; auto: the model's.", unset="disable"
     )
     gpt_attention_plugin: PluginType | None = _trtllm_build(
@@ -126,7 +123,9 @@ class BuildSpec(InContainer):
     multiple_profiles: Switch | None = _trtllm_build(
         None, help="Tune kernels for several step sizes; building takes longer.", unset="disable"
     )
-    kv_cache_type: KvCacheType | None = _trtllm_build(None, help="Layout of the KV cache.", unset="paged")
+    kv_cache_type: Literal["paged", "continuous", "disabled"] | None = _trtllm_build(
+        None, help="Layout of the KV cache.", unset="paged"
+    )
     tokens_per_block: int | None = _trtllm_build(
         None, metavar="TOKENS", help="Size of a KV cache block.", minimum=1, unset="32; 64 up to 0.18"
     )
@@ -136,7 +135,7 @@ class BuildSpec(InContainer):
     logits_dtype: Literal["float16", "float32"] | None = _trtllm_build(
         None, help="Type of the logits.", unset="the checkpoint's"
     )
-    profiling_verbosity: ProfilingVerbosity | None = _trtllm_build(
+    profiling_verbosity: Literal["layer_names_only", "detailed", "none"] | None = _trtllm_build(
         None, help="Details that profilers see.", unset="layer_names_only"
     )
     build_workers: int | None = _trtllm_build(

@@ -11,10 +11,6 @@ from typing import Literal
 from trtserve.errors import UsageError
 from trtserve.specs.options import ForRelease, Spec, option
 
-TritonBackend = Literal["tensorrtllm", "python"]
-BatchingStrategy = Literal["inflight_fused_batching", "inflight_batching", "V1"]
-SchedulerPolicy = Literal["guaranteed_no_evict", "max_utilization"]
-
 REPOSITORY = "Model repository"
 _repository = partial(option, panel=REPOSITORY)
 _requests = partial(option, panel="Requests and KV cache")
@@ -63,7 +59,7 @@ class RepositorySpec(ForRelease):
         "need it.",
         unset="the engine's; on CPUs the inputs of all releases",
     )
-    triton_backend: TritonBackend | None = _repository(
+    triton_backend: Literal["tensorrtllm", "python"] | None = _repository(
         None, help="What runs a TensorRT-LLM engine: NVIDIA's C++ backend, or Python.", unset="tensorrtllm"
     )
     triton_max_batch_size: int | None = _repository(
@@ -95,10 +91,10 @@ class RepositorySpec(ForRelease):
         maximum=1,
         unset="the backend's, 0.9",
     )
-    batching_strategy: BatchingStrategy | None = _requests(
+    batching_strategy: Literal["inflight_fused_batching", "inflight_batching", "V1"] | None = _requests(
         None, help="V1 adds no request to a running batch.", unset="inflight_fused_batching"
     )
-    batch_scheduler_policy: SchedulerPolicy | None = _requests(
+    batch_scheduler_policy: Literal["guaranteed_no_evict", "max_utilization"] | None = _requests(
         None,
         help="guaranteed_no_evict starts a request only when all of its memory is free; max_utilization may pause it.",
         unset="guaranteed_no_evict",

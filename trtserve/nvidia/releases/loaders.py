@@ -126,8 +126,6 @@ def shares_table(release: str | None) -> bool:
 
 _LAST_TAG_RUN = "0.14"  # of 0.15 and 0.16 development snapshots ran
 
-LimitName = Literal["pipeline", "inner_size", "hidden_axis", "shared_stages"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
@@ -140,7 +138,7 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class _Limit(Row):
-    limit: LimitName
+    limit: Literal["pipeline", "inner_size", "hidden_axis", "shared_stages"]
     families: tuple[str, ...]
     because: str
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     Logits = npt.NDArray[np.float32]
 
 Precision = Literal["float32", "float16", "bfloat16", "int8", "int4"]
-Relation = Literal["at most", "at least", "exactly"]
 
 # Two tokens are tied when their original logits differ by less than this many allowed differences: rounding may pick
 # either. Four standard deviations of the allowed difference.
@@ -106,7 +105,7 @@ class Judgement:
 
     name: str
     value: float
-    relation: Relation
+    relation: Literal["at most", "at least", "exactly"]
     bound: float
 
     @property
