@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.described_models import described
 from tests.support.tiny_models import write_tiny_model
-from trtserve.client.request import RequestContext, read_token_ids, request_tensors
+from trtserve.client.request import RequestContext, read_token_ids, request_tensors, with_named_adapter
 from trtserve.client.spec import REQUEST_OPTIONS, QuerySpec, is_direct, tensors_of
 from trtserve.client.tensors import ModelDescription, Tensor
 from trtserve.client.tokenizer import PreparedPrompts, TokenizerFiles
@@ -205,6 +205,19 @@ def test_adapter_by_name(adapter: Path, tmp_path: Path) -> None:
     assert "left" in str(caught.value.hint)
     with pytest.raises(UsageError, match="accepts no adapter names"):
         tensors(described(BLS, release="1.2"), TEXT, lora="left")
+
+
+def test_an_adapter_is_a_model_too(adapter: Path, tmp_path: Path) -> None:
+    (tmp_path / "lora.json").write_text(json.dumps({"adapters": {"left": {"task_id": 5, "folder": "."}}}))
+    asked = with_named_adapter(QuerySpec(model="left", options={"max_tokens": 2}), adapter)
+    assert (asked.model, asked.options) == (None, {"max_tokens": 2, "lora": "left"})
+    for name in ("demo", None):
+        spec = QuerySpec(model=name)
+        assert with_named_adapter(spec, adapter) is spec
+    spec = QuerySpec(model="left")
+    assert with_named_adapter(spec, None) is spec
+    with pytest.raises(UsageError, match="names an adapter already"):
+        with_named_adapter(QuerySpec(model="left", options={"lora": "left"}), adapter)
 
 
 def test_prompt_table_task_is_selected(tmp_path: Path) -> None:

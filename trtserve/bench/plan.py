@@ -24,6 +24,8 @@ from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_transport import grpc_client
 from trtserve.client.http_transport import http_client
 from trtserve.client.query import describe_model
+from trtserve.client.request import with_named_adapter
+from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import CORE_MODEL, ModelDescription
 from trtserve.client.tokenizer import TokenizerFiles, find_tokenizer, server_adds_special_tokens
 from trtserve.client.transport import SyncClient
@@ -69,6 +71,11 @@ def find_measured(spec: BenchSpec, endpoint: Endpoint, client: SyncClient, *, of
     if spec.in_process is not None:
         return _engine(spec, endpoint, spec.in_process)
     try:
+        if with_named_adapter(QuerySpec(model=spec.model), endpoint.repository).options:
+            raise UsageError(
+                f"{spec.model} is a LoRA adapter, which bench measures over OpenAI's API alone.",
+                hint=f"trtserve bench --openai http://{endpoint.http}/v1 --model {spec.model}",
+            )
         model = describe_model(client, spec.model or endpoint.model)
     except ServerUnreachableError:
         if not offline or spec.model not in (None, CORE_MODEL):

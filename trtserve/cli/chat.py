@@ -444,6 +444,7 @@ class _Talk:
 
     def _switch(self, name: str) -> None:
         """Ask another model of this server, or another server that was started here; or list both."""
+        from trtserve.client.request import with_named_adapter
         from trtserve.client.tensors import STANDARD_MODELS
         from trtserve.server.state import list_servers
 
@@ -456,7 +457,8 @@ class _Talk:
             return
         here = self._conversation.server
         # Models behind one port have repositories of their own.
-        model, server = (name, here) if name in models and here.grpc_port else _endpoint(name, Connection())
+        known_here = name in models or with_named_adapter(QuerySpec(model=name), here.repository).options
+        model, server = (name, here) if known_here and here.grpc_port else _endpoint(name, Connection())
         self._conversation.switch(model, server)
         say(f"{self.name} answers from now on.")
 

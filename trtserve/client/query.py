@@ -16,7 +16,7 @@ from typing import Any
 from trtserve.client.answer import Answer, Generation
 from trtserve.client.endpoint import Endpoint, RequestCancelledError
 from trtserve.client.grpc_transport import grpc_client
-from trtserve.client.request import RequestContext, model_request
+from trtserve.client.request import RequestContext, model_request, with_named_adapter
 from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import (
     IDS_INPUT,
@@ -72,6 +72,7 @@ def generate_each(
 
 def request_contexts(spec: QuerySpec, server: Endpoint, client: SyncClient) -> list[RequestContext]:
     """Return what each request of `spec` is built from; asks the server for the model's inputs and outputs."""
+    spec = with_named_adapter(spec, server.repository)
     model = describe_model(client, spec.model or server.model)
     prompts, tokenizer, model = prepare_prompts(spec, model, server, client)
     return [
@@ -310,7 +311,7 @@ class Conversation:
         """Ask another model from now on, with what was said. Raises RequestError when it takes no questions."""
         spec = replace(self.spec, model=model)
         with closing(connect(spec, server)) as client:
-            describe_model(client, model or server.model)
+            describe_model(client, with_named_adapter(spec, server.repository).model or server.model)
         self.spec, self.server = spec, server
 
     def _remember(self, question: str, answer: str) -> None:

@@ -9,7 +9,7 @@ import csv
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -280,6 +280,18 @@ def _named_adapter(context: RequestContext, name: str) -> Values:
         **context.scalar(entry.task_id, "lora_task_id"),
         **_adapter_files(context, context.repository / entry.folder),
     }
+
+
+def with_named_adapter(spec: QuerySpec, repository: Path | None) -> QuerySpec:
+    """Return the request of a spec whose model may be the name of an adapter, as in the gateway's APIs.
+
+    Raises UsageError where another adapter is named too.
+    """
+    if spec.model is None or spec.model not in (_adapters(repository) or {}):
+        return spec
+    if {"lora", "lora_path", "lora_task_id"}.intersection(spec.options):
+        raise UsageError(f"--model {spec.model} names an adapter already; omit --lora, --lora-path and --lora-task-id.")
+    return replace(spec, model=None, options={**spec.options, "lora": spec.model})
 
 
 def _adapters(repository: Path | None) -> Mapping[str, AdapterEntry] | None:
