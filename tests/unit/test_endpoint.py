@@ -13,6 +13,8 @@ from trtserve.cli import run
 from trtserve.cli.bench_runs import _require_repository
 from trtserve.cli.endpoint import Connection, find_endpoint, find_openai_endpoint
 from trtserve.cli.start import _print_summary
+from trtserve.client.endpoint import unknown_model
+from trtserve.client.tensors import STANDARD_MODELS
 from trtserve.errors import UsageError
 from trtserve.host.ports import free_ports
 from trtserve.server.state import State, log_file, write_state
@@ -189,3 +191,16 @@ def test_a_log_that_was_removed_under_a_server(capsys: pytest.CaptureFixture[str
 def test_a_server_with_a_key_says_that_clients_need_it(key: bool, capsys: pytest.CaptureFixture[str]) -> None:
     _print_summary(server_record(), page=False, key=key, detached=True)
     assert ("clients need the API key" in capsys.readouterr().err) is key
+
+
+@pytest.mark.parametrize(
+    ("name", "models", "hint"),
+    [
+        ("gpt", ["demo", *STANDARD_MODELS], "Models there: demo."),
+        ("ensembel", ["demo", *STANDARD_MODELS], "Did you mean ensemble? Models there: demo."),
+        ("gpt", ["ensemble", "tensorrt_llm"], "Models there: ensemble, tensorrt_llm."),
+        ("gpt", [], "Models there: none."),
+    ],
+)
+def test_an_unknown_model_is_answered_with_those_that_people_ask(name: str, models: list[str], hint: str) -> None:
+    assert unknown_model(name, "localhost:8001", models).hint == hint
