@@ -242,6 +242,8 @@ def test_every_page_that_a_message_names_exists() -> None:
 def test_a_word_that_help_does_not_have_leads_to_the_whole_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["help", "nonsense"]) == UsageError.code
     assert "next:  `trtserve --help-all` shows all of it." in capsys.readouterr().err
+    assert run(["help", "qantise"]) == UsageError.code
+    assert "next:  Did you mean quantise? " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from trtserve.cli.parser import commands_of
 _MODEL_OF_PLAN = "Folder, name of an import, alias, or org/name[@revision] of the hub"
 
 
-HOSTED = ("start", "query", "chat", "gateway", "bench")
+HOSTED = ("start", "chat", "query", "bench", "gateway")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from typing import Any, get_args, get_origin
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
-from trtserve.errors import UsageError, exit_codes, listing
+from trtserve.errors import UsageError, did_you_mean, exit_codes, listing
 from trtserve.specs.options import metavar_of, read_value
 
 PREFIX = "TRTSERVE"
@@ -361,7 +361,7 @@ def _write_matches(node: Any, context: Any, formatter: Any, asked: str) -> None:
     Of a command only its own options. For the whole command line, also the exit codes, found by that name or by a
     code; a page that is asked for by its name is printed. Raises UsageError when there is nothing.
     """
-    from trtserve.cli.documentation import beginning, page_text, pages_about
+    from trtserve.cli.documentation import beginning, page_text, pages_about, sections
 
     whole = context.parent is None
     if whole and (page := page_text(asked)) is not None:
@@ -380,8 +380,9 @@ def _write_matches(node: Any, context: Any, formatter: Any, asked: str) -> None:
             with formatter.section(title):
                 _write_columns(formatter, rows)
     if not any(found.values()):
-        path = context.command_path
-        raise UsageError(f"The help of `{path}` has no word {asked!r}.", hint=f"`{path} --help-all` shows all of it.")
+        path, known = context.command_path, {word for section in sections() for word in section.words}
+        hint = f"{did_you_mean(asked.lower(), known, cutoff=_CLOSE_SHORT)} `{path} --help-all` shows all of it."
+        raise UsageError(f"The help of `{path}` has no word {asked!r}.", hint=hint.lstrip())
 
 
 def _stems(asked: str) -> list[str]:
