@@ -124,8 +124,8 @@ def carry_out(
 
     @contextmanager
     def worker() -> Iterator[Callable[[_Job], int]]:
-        with _JobRunner(files, dtype) as hands:
-            yield hands.carry_out
+        with ExitStack() as opened:
+            yield _JobRunner(files, dtype, opened).carry_out
 
     def jobs() -> Iterator[_Job]:
         for move in moves:
@@ -246,20 +246,15 @@ def _row_bytes(move: Move) -> int:
 class _JobRunner:
     """The state of one process: its open source file and its reusable buffers."""
 
-    def __init__(self, files: Sequence[int], dtype: str) -> None:
+    def __init__(self, files: Sequence[int], dtype: str, opened: ExitStack) -> None:
+        """`opened` closes the source file."""
         self._files = files
         self._dtype = dtype
-        self._opened = ExitStack()
+        self._opened = opened
         self._file: TensorFile | None = None
         self._descriptor = -1
         self._buffers: dict[str, bytearray] = {}
         self._casts: dict[tuple[np.dtype[Any], np.dtype[Any]], Cast] = {}
-
-    def __enter__(self) -> _JobRunner:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
 
     def carry_out(self, job: _Job) -> int:
         """Run a job and return its `done`."""

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from typing import NoReturn, TypeVar
 
 from trtserve.errors import ConversionError
@@ -54,7 +54,7 @@ def run_all(
     ends all processes after their current job. Raises ConversionError when a process was killed.
     """
     helpers, caller = _Workers(), os.getpid()
-    with _Board(count) as board:
+    with closing(_Board(count)) as board:
 
         def look() -> None:
             advance(board.take_progress())
@@ -128,10 +128,8 @@ class _Board:
         self._lock = _nameless_file()
         self._told = 0
 
-    def __enter__(self) -> _Board:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Give the locks and the memory back."""
         os.close(self._lock)
         self._numbers.release()
         self._page.close()

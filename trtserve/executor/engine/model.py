@@ -109,11 +109,9 @@ class ModelRunner(Protocol):
 
         Empty: no drafts are made for it.
         """
-        ...
 
     def free_memory(self) -> int:
         """Return the free bytes of the memory that will hold the KV cache; with ranks, of the one with least."""
-        ...
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate the KV cache, blocks 0 … num_blocks - 1. Called once, before all other methods."""
@@ -126,7 +124,6 @@ class ModelRunner(Protocol):
 
         The array may be a view that is valid until the next call; the executor writes to it.
         """
-        ...
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy keys and values of block `source` to block `target`, in every layer."""
@@ -186,7 +183,6 @@ class PendingStep(Protocol):
 
     def result(self) -> Chosen:
         """Wait until the step is computed. Called once for each step, in the order of the steps."""
-        ...
 
 
 @runtime_checkable
@@ -196,7 +192,6 @@ class ChoosingModel(ModelRunner, Protocol):
     @property
     def plain_costs(self) -> SequenceOf[float]:
         """Times of steps of 1, 2, … tokens without drafts, as many as `step_costs`."""
-        ...
 
     def start(self, draws: Draws, step: StepInputs) -> PendingStep:
         """Send a step and return without waiting for it.
@@ -205,4 +200,3 @@ class ChoosingModel(ModelRunner, Protocol):
         pending. If a row has a guide, no token of the step is chosen before `PendingStep.choose`.
         An id of -1 - n in `token_ids` is the token that the model chose for row n of the step before.
         """
-        ...
