@@ -192,22 +192,14 @@ def _resolve_modules(config: CheckpointConfig, spec: BuildSpec) -> tuple[tuple[s
 def _require_module(config: CheckpointConfig, name: str) -> None:
     decoder = family(config.architecture).decoder(config)
     mlp = decoder.mlp
-    if decoder.latent is not None:
+    reasons = {
+        "its attention makes keys and values of a latent vector": decoder.latent is not None,
+        "its layers have matrices of different sizes": bool(config.full_head_size or decoder.layer_inputs),
+        "some of its layers have a state instead of attention": decoder.mixer is not None,
+    }
+    if reason := next((words for words, holds in reasons.items() if holds), None):
         raise UsageError(
-            f"--lora-target-modules {name}: adapters of {config.architecture} are not supported, because its attention "
-            "makes keys and values of a latent vector.",
-            hint="Leave out --lora-plugin and --lora-target-modules.",
-        )
-    if config.full_head_size or decoder.layer_inputs:
-        raise UsageError(
-            f"--lora-target-modules {name}: adapters of {config.architecture} are not supported, because its layers "
-            "have matrices of different sizes.",
-            hint="Leave out --lora-plugin and --lora-target-modules.",
-        )
-    if decoder.mixer is not None:
-        raise UsageError(
-            f"--lora-target-modules {name}: adapters of {config.architecture} are not supported, because some of its "
-            "layers have a state instead of attention.",
+            f"--lora-target-modules {name}: adapters of {config.architecture} are not supported, because {reason}.",
             hint="Leave out --lora-plugin and --lora-target-modules.",
         )
     if mlp == "experts" and name.startswith(("mlp_", "moe_")):
