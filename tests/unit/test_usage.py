@@ -12,7 +12,7 @@ from trtserve.cli.parser import commands_of
 _MODEL_OF_PLAN = "Folder, name of an import, alias, or org/name[@revision] of the hub"
 
 
-HOSTED = ("start", "chat", "query", "bench", "gateway")
+HOSTED = ("start", "chat", "query", "gateway", "bench")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ HOSTED = ("start", "chat", "query", "bench", "gateway")
         (
             ["run", "demo", "--port", "9000"],
             "`trtserve run` has no option --port.",
-            "--port is --http-port of `trtserve start` and `trtserve query`.",
+            "--port is --http-port of `trtserve start` and `trtserve chat`.",
         ),
         (["start", "--listen", "0.0.0.0"], "`trtserve start` has no option --listen.", "--listen is --host here."),
         (
@@ -136,6 +136,6 @@ def test_a_wrong_value_names_its_environment_variable(
 def test_trtserve_alone_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([]) == 2
     captured = capsys.readouterr()
-    assert captured.out.startswith("  From a Hugging Face checkpoint")
+    assert captured.out.startswith("  Serve language models with Triton Inference Server")
     assert "`trtserve -h` says more." in captured.out
     assert captured.err == ""

@@ -48,7 +48,7 @@ _OURS = {f"--{other}": ours for ours, others in _OTHER_WORDS.items() for other i
 def explain_unknown(error: UnknownOptionError, tree: Any) -> UsageError:
     """Return the error for an option that a command does not have; `tree` holds all commands."""
     owners: dict[str, list[str]] = {}  # option → the commands that have it
-    for names, node in commands_of(tree):
+    for names, node in sorted(commands_of(tree), key=lambda each: "bench" in each[0]):  # it has options of many others
         for option in _options(node):
             owners.setdefault(option, []).append(" ".join(("trtserve", *names)))
     if error.names and hasattr(error.node, "commands"):
