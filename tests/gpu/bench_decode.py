@@ -23,13 +23,25 @@ import torch
 from tests.gpu.random_models import HF_SIZES, MAX_NUM_TOKENS, Codes, random_model
 from trtserve.executor import api
 from trtserve.executor.engine.limits import EngineLimits
-from trtserve.executor.engine.model import StepInputs
+from trtserve.executor.engine.logits_processing import LogitsProcessor
+from trtserve.executor.engine.model import Draws, StepInputs
+from trtserve.executor.engine.sampling import SamplingParameters, SamplingRow
 from trtserve.executor.torch.step_kernels import FIRST_BLOCK, LENGTH, POSITION, STEP_WORDS
+from trtserve.pipeline.gpu_fit import RESERVE
 
 CONTEXT = 512
 NEW = 128
 SEQ_LEN = 2304
-PARTS = ("prefill", "decode", "replay", "sampled", "guided", "adapters", "drafts", "idle", "mixed", "peer")
+PARTS = (
+    "prefill", "decode", "replay", "sampled", "guided", "adapters", "drafts", "idle", "mixed", "ragged", "beside",
+    "first", "peer",
+)  # fmt: skip
+WHOLE = {"adapters", "drafts", "ragged", "beside", "first", "peer"}
+"""Parts that make models of their own."""
+SAMPLED: dict[str, dict[str, Any]] = {
+    "top-k and top-p": {"top_k": 50, "top_p": 0.9},
+    "top-p": {"top_p": 0.95, "temperature": 0.8},
+}
 ADAPTERS, RANK = 16, 16
 # An answer of 128 tokens does not reach its end.
 SCHEMA = {
@@ -55,9 +67,10 @@ def start(
     seq_len: int = SEQ_LEN,
     tokens: int = MAX_NUM_TOKENS,
     guides: bool = False,
+    cache: int | None = None,
     made: type[api.ExecutorConfig] = api.ExecutorConfig,
 ) -> api.Executor:
-    """Return an executor that keeps its iteration records."""
+    """Return an executor that keeps its iteration records; its KV cache holds `cache` tokens, or all sequences."""
     limits = EngineLimits(
         max_batch_size=batch, max_seq_len=seq_len, max_num_tokens=tokens, vocab_size=model.vocab_size, chunked=True
     )
@@ -66,7 +79,7 @@ def start(
     config = made(
         enable_chunked_context=True,
         iter_stats_max_iterations=1_000_000,
-        kv_cache_config=api.KvCacheConfig(enable_block_reuse=False, max_tokens=batch * seq_len),
+        kv_cache_config=api.KvCacheConfig(enable_block_reuse=False, max_tokens=cache or batch * seq_len),
         guided_decoding_config=guiding,
         peft_cache_config=api.PeftCacheConfig(device_cache_percent=0.2, host_cache_size=8 << 30),
     )
@@ -125,6 +138,7 @@ def guided(name: str, model: Any, streams_of: list[int]) -> None:
         for streams, kind in itertools.product(streams_of, ("free", "JSON", "free again", "JSON again")):
             guide = schema if kind.startswith("JSON") else None
             decode(name, model, executor, streams, f", {kind}", guided_decoding_params=guide)
+        memory(f"{name}, guided", model, max(streams_of) * SEQ_LEN)
 
 
 def adapted(name: str, streams_of: list[int]) -> None:
@@ -143,6 +157,7 @@ def adapted(name: str, streams_of: list[int]) -> None:
         for streams, kind in itertools.product(streams_of, ("no", ADAPTERS, "again no", f"again {ADAPTERS}")):
             count = 0 if str(kind).endswith("no") else ADAPTERS
             decode(name, model, executor, streams, f", {kind} adapters of rank {RANK}", adapters=count)
+        memory(f"{name}, adapters", model, max(streams_of) * SEQ_LEN)
 
 
 class _Drafting(api.ExecutorConfig):
@@ -167,7 +182,7 @@ def drafted(name: str, streams_of: list[int]) -> None:
         for streams in streams_of:
             rates: dict[str, list[float]] = defaultdict(list)
             for made in (api.ExecutorConfig, _Drafting) * 2:
-                with start(model, batch=batch, made=made) as executor:
+                with start(model, batch=batch, cache=max(streams_of) * SEQ_LEN, made=made) as executor:
                     run(executor, requests(streams, model.vocab_size, new=8))
                     executor.get_latest_iteration_stats()
                     run(executor, requests(streams, model.vocab_size, new=new))
@@ -188,18 +203,21 @@ def drafted(name: str, streams_of: list[int]) -> None:
     )
 
 
-def replay(name: str, model: Any, streams: int) -> None:
-    """Milliseconds of a captured step alone, which is the bound of `decode`."""
+def replay(name: str, model: Any, lengths: list[int]) -> float:
+    """Milliseconds of a captured step alone, which is the bound of `decode`; its rows have these contexts."""
     graphs = model._graphs
-    size = next(size for size in sorted(graphs._captured[False]) if size >= streams)
+    size = next(size for size in sorted(graphs._captured[False]) if size >= len(lengths))
     graph = graphs._captured[False][size]
-    blocks = -(-CONTEXT // model.tokens_per_block)
+    contexts = torch.tensor([*lengths, *[1] * (size - len(lengths))], dtype=torch.int32, device="cuda")
+    blocks = -(-contexts // model.tokens_per_block)
     with torch.inference_mode():
         words = graphs._packed[: size * STEP_WORDS].view(size, STEP_WORDS)
         words.zero_()
-        words[:, POSITION] = words[:, LENGTH] = CONTEXT
-        words[:, FIRST_BLOCK] = torch.arange(size, device="cuda") * blocks
-        graphs._packed[size * STEP_WORDS : size * (STEP_WORDS + blocks)] = torch.arange(size * blocks, device="cuda")
+        words[:, LENGTH] = contexts
+        words[:, POSITION] = contexts - 1
+        words[:, FIRST_BLOCK] = blocks.cumsum(0) - blocks
+        used = int(blocks.sum())
+        graphs._packed[size * STEP_WORDS : size * STEP_WORDS + used] = torch.arange(used, device="cuda")
     for _ in range(3):
         graph.replay()
     times = []
@@ -210,24 +228,130 @@ def replay(name: str, model: Any, streams: int) -> None:
             graph.replay()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) / 20)
-    figure(f"{name}, captured step of {size} rows: ms", round(statistics.median(times), 3))
+        times.append(float(begin.elapsed_time(end)) / 20)
+    milliseconds = statistics.median(times)
+    figure(f"{name}, captured step of {size} rows: ms", round(milliseconds, 3))
+    return milliseconds
+
+
+def ragged(name: str) -> None:
+    """A step of many short contexts and a long one ÷ the time in which its bytes could be copied."""
+    lengths = [512] * 31 + [131_072]
+    held, longest = sum(lengths) + 16, max(lengths) + 32
+    model = random_model(name, batch=len(lengths), seq_len=longest)
+    sizes, item = HF_SIZES[name], 2
+    hidden, kv = sizes["hidden_size"], sizes["num_key_value_heads"] / sizes["num_attention_heads"]
+    layer = hidden * (2 * hidden * (1 + kv) + 3 * sizes["intermediate_size"])
+    matrices = sizes["num_hidden_layers"] * layer + hidden * sizes["vocab_size"]
+    with start(model, batch=len(lengths), seq_len=longest, cache=held):
+        spent = replay(f"{name}, 31 contexts of 512 and one of 131,072", model, lengths)
+        least = item * matrices + sum(lengths) * model.bytes_per_block / model.tokens_per_block
+        memory(f"{name}, ragged", model, held)
+        rate = copied()
+        what = f"{name}, ragged step: copy of its bytes at {rate / 1e12:.2f} TB/s ÷ step"
+        figure(what, round(least / rate * 1e3 / spent, 2))
+
+
+def copied() -> float:
+    """Return the bytes per second that a copy on the GPU reads and writes."""
+    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda").random_()
+    target, times = torch.empty_like(source), []
+    for _ in range(6):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(float(begin.elapsed_time(end)) / 1000)
+    return 2 * len(source) / min(times)
+
+
+def memory(name: str, model: Any, tokens: int) -> None:
+    """Memory of the GPU in use ÷ what is planned: the sum of context, weights, largest step, keys and values."""
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    parts = {
+        "context": RESERVE,
+        "weights": model.weight_bytes,
+        "step": model._step_bytes,
+        "keys and values": (-(-tokens // model.tokens_per_block) + 1) * model.bytes_per_block,
+    }
+    print(
+        f"{name}: GiB in use {(total - free) / 2**30:.2f}; planned",
+        {key: round(each / 2**30, 2) for key, each in parts.items()},
+    )
+    figure(f"{name}: memory in use ÷ planned", round((total - free) / sum(parts.values()), 3))
+
+
+def step_of(model: Any, parts: list[tuple[int, int]]) -> StepInputs:
+    """Return a step of sequences with so many tokens before, and new ones; the last token of each is needed."""
+    past, new = (np.array(each, np.int32) for each in zip(*parts, strict=True))
+    begins = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
+    blocks = -(-(past + new) // model.tokens_per_block)
+    return StepInputs(
+        token_ids=np.random.default_rng(0).integers(0, model.vocab_size, begins[-1]),
+        positions=np.concatenate([before + np.arange(count) for before, count in parts]),
+        past_lens=past,
+        subsequence_begins=begins,
+        block_indices=np.arange(blocks.sum(), dtype=np.int32),
+        block_indices_begins=np.concatenate([[0], np.cumsum(blocks)]).astype(np.int32),
+        max_context_len=int((past + new).max()),
+        rows=begins[1:] - 1,
+    )
+
+
+def stepped(model: Any, parts: list[tuple[int, int]]) -> float:
+    """Milliseconds of a step from its start until its greedy tokens are on the host."""
+    step, count = step_of(model, parts), len(parts)
+    greedy = SamplingParameters()
+    processor = LogitsProcessor(greedy, np.zeros(0, np.int64), vocab_size=model.vocab_size, end_id=-1)
+    row, numbers = SamplingRow(greedy, processor, []), list(range(count))
+    times = []
+    for number in range(8):
+        begin = time.perf_counter()
+        model.start(Draws(numbers, [row] * count, numbers, [number] * count, [number == 0] * count), step).result()
+        times.append(time.perf_counter() - begin)
+    return 1000 * statistics.median(times[2:])
+
+
+def beside(name: str, *, layers: int, context: int) -> None:
+    """A step of 512 prompt tokens and 63 streams with long contexts, and both alone."""
+    prompt, streams = [(0, 512)], [(context, 1)] * 63
+    held = 63 * (context + 16) + 512
+    model = random_model(name, batch=64, seq_len=context + 32, layers=layers)
+    with start(model, batch=64, seq_len=context + 32, cache=held):
+        spent = [stepped(model, parts) for parts in (prompt, streams, [*prompt, *streams])]
+        what = f"{name} with {layers} layers, 512 prompt tokens, 63 streams at {context}, both"
+        print(f"{what}: {', '.join(f'{each:.2f}' for each in spent)} ms", flush=True)
+        figure(f"{what}: ms above the sum", round(spent[2] - spent[0] - spent[1], 2))
+        memory(what, model, held)
+
+
+def first(name: str, *, streams: int, length: int, cache: int) -> None:
+    """Seconds until the first token of many prompts that come at once, in a KV cache of `cache` tokens."""
+    model = random_model(name, batch=streams, seq_len=SEQ_LEN)
+    with start(model, batch=streams, cache=cache) as executor:
+        run(executor, requests(2, model.vocab_size, length=length, new=8))
+        batch, times = requests(streams, model.vocab_size, length=length, new=32, streaming=True), dict[int, float]()
+        begin = time.perf_counter()
+        left = set(executor.enqueue_requests(batch))
+        while left:
+            for response in executor.await_responses(timeout=60.0):
+                assert isinstance(response, api.Response)
+                assert not response.has_error(), response.error_msg
+                times.setdefault(response.request_id, time.perf_counter() - begin)
+                left -= {response.request_id} if response.result.is_final else set()
+        whole = time.perf_counter() - begin
+        what = f"{name}, {streams} prompts of {length}"
+        figure(f"{what}: first token p50, s", round(statistics.median(times.values()), 2))
+        figure(f"{what}: all answers, s", round(whole, 2))
+        memory(what, model, cache)
 
 
 def prefill(name: str, sizes: dict[str, Any], model: Any, tokens: int, sequences: int) -> None:
     """TFLOP/s of a step of whole prompts: matrices and causal attention, without the head."""
     each = tokens // sequences
-    blocks = -(-each // model.tokens_per_block)
-    step = StepInputs(
-        token_ids=np.random.default_rng(0).integers(0, model.vocab_size, tokens),
-        positions=np.tile(np.arange(each), sequences),
-        past_lens=np.zeros(sequences, np.int32),
-        subsequence_begins=np.arange(sequences + 1, dtype=np.int32) * each,
-        block_indices=np.arange(sequences * blocks, dtype=np.int32),
-        block_indices_begins=np.arange(sequences + 1, dtype=np.int32) * blocks,
-        max_context_len=each,
-        rows=np.arange(1, sequences + 1, dtype=np.int32) * each - 1,
-    )
+    step = step_of(model, [(0, each)] * sequences)
     inputs = model.inputs(step)
     times = []
     with torch.inference_mode():
@@ -363,18 +487,33 @@ def measure(size: str, streams_of: list[int], parts: list[str], traces: Path | N
             if "decode" in parts:
                 decode(name, model, executor, streams)
             if "replay" in parts:
-                replay(name, model, streams)
-        if "sampled" in parts:
-            sampling = api.SamplingConfig
-            decode(name, model, executor, 64, ", top-k and top-p", sampling_config=sampling(top_k=50, top_p=0.9))
-            decode(name, model, executor, 64, ", top-p", sampling_config=sampling(top_p=0.95, temperature=0.8))
+                replay(name, model, [CONTEXT] * streams)
+        for kind, options in SAMPLED.items() if "sampled" in parts else ():
+            decode(name, model, executor, 64, f", {kind}", sampling_config=api.SamplingConfig(**options))
         if "idle" in parts:
             for streams in streams_of:
                 idle(name, model, executor, streams, traces)
+        memory(name, model, max(streams_of) * SEQ_LEN)
     if "guided" in parts:
         guided(name, model, streams_of)
     if "mixed" in parts:
         mixed(name, model, rate=8, seconds=6, tokens=192)
+        mixed(name, model, rate=8, seconds=6, tokens=MAX_NUM_TOKENS)
+
+
+def whole(part: str, name: str, streams_of: list[int]) -> None:
+    """Measure a part that makes a model of its own."""
+    if part == "drafts":
+        with torch.inference_mode():
+            drafted(name, streams_of)
+    elif part == "adapters":
+        adapted(name, streams_of)
+    elif part == "ragged":
+        ragged(name)
+    elif part == "beside":
+        beside(name, layers=24, context=16_384)
+    else:
+        first(name, streams=512, length=2000, cache=360_000)
 
 
 def main() -> None:
@@ -391,21 +530,17 @@ def main() -> None:
     if options.memory:
         torch.cuda.set_per_process_memory_fraction(options.memory * 2**30 / torch.cuda.mem_get_info()[1])
     for name in options.models:
-        for codes in options.codes if set(options.parts) - {"adapters", "drafts", "peer"} else ():
+        for codes in options.codes if set(options.parts) - WHOLE else ():
             measure(name, options.streams, options.parts, options.traces, None if codes == "none" else codes)
             figure(f"{name} {codes}: GiB that PyTorch took", round(torch.cuda.max_memory_reserved() / 2**30, 1))
             torch.cuda.reset_peak_memory_stats()
             gc.collect()
             torch.cuda.empty_cache()
-        if "drafts" in options.parts:
-            with torch.inference_mode():
-                drafted(name, options.streams)
-            gc.collect()
-            torch.cuda.empty_cache()
-        if "adapters" in options.parts:
-            adapted(name, options.streams)
-            gc.collect()
-            torch.cuda.empty_cache()
+        for part in options.parts:
+            if part in WHOLE - {"peer"}:
+                whole(part, name, options.streams)
+                gc.collect()
+                torch.cuda.empty_cache()
     for name in options.models if "peer" in options.parts else ():
         peer(name)
         torch.cuda.empty_cache()

@@ -138,6 +138,23 @@ def decode(shape: tuple[int, int, int], dtype: Any, scores: Scores, lengths: lis
     return error(result, torch.cat(wanted))
 
 
+def decode_rounded(dtype: Any, lengths: list[int]) -> float:
+    """The FP8 codes of attention; numbers at the middle between two may become either."""
+    scores, scale = Scores(scale=128**-0.5), torch.tensor([0.01], device=DEVICE)
+    cache, tables = cache_of(lengths, 8, 128, dtype)
+    query = random(len(lengths), 32, 128, dtype=dtype)
+    following = Fp8Codes(codes=random(1, 4096).to(FP8), scale=scale, input_scale=scale, dtype=dtype)
+    counts = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    result = kernels.decode_attention(query, cache, tables, counts, scores, rounding=following)
+    wanted = torch.cat(
+        [
+            attended(query[row : row + 1], *sequence(cache, tables[row], each, 0), scores)
+            for row, each in enumerate(lengths)
+        ]
+    )
+    return error(result, (wanted / 0.01).clamp(-448, 448).float().to(FP8)) / 3
+
+
 def prompt(shape: tuple[int, int, int], dtype: Any, scores: Scores, parts: list[tuple[int, int]]) -> float:
     heads, kv_heads, size = shape
     lengths = [past + new for past, new in parts]
@@ -226,7 +243,9 @@ def gate(dtype: Any, activation: Any, *, factor_first: bool) -> float:
 def product(dtype: Any, columns: int, outputs: int, rows: int) -> float:
     """Products of a few rows, alone and after a norm, with and without a gate."""
     x, residual, norm = (random(rows, columns, dtype=dtype) for _ in range(3))
-    weight, bias = random(2 * outputs, columns, dtype=dtype), random(2 * outputs, dtype=dtype)
+    # Outputs near 1: products of two of them would exceed float16's range else.
+    weight = random(2 * outputs, columns, dtype=dtype) / columns**0.5
+    bias = random(2 * outputs, dtype=dtype)
     errors = [error(kernels.linear(x, weight), x.double() @ weight.double().T)]
     total = (x.double() + residual.double()).to(dtype).double()
     normed = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * norm[0].double()
@@ -502,6 +521,8 @@ def matrices(dtype: Any, bound: float) -> Iterator[tuple[str, Callable[[], float
     kind = str(dtype)[6:]
     for bits, columns, rows in itertools.product((8, 4), (4096, 11_008, 896, 104), (1, 7, 40, 200, 300)):
         yield f"packed int{bits} {rows}x{columns} {kind}", partial(packed, dtype, bits, columns, rows), 2 * bound
+    for lengths in ([512], [1, 5, 16, 17, 777, 100, 300], [512] * 31 + [100_000]):
+        yield f"decode fp8 {len(lengths)} rows {kind}", partial(decode_rounded, dtype, lengths), max(bound, 4e-3)
     for columns, rows in itertools.product((4096, 14_336, 96), (1, 8, 200)):
         yield f"fp8 {rows}x{columns} {kind}", partial(fp8, dtype, columns, rows), max(2 * bound, 4e-3)
     for columns, rows, blocks in itertools.product((4096, 14_336, 896), (1, 8, 30, 50, 200), (False, True)):

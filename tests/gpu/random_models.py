@@ -180,6 +180,10 @@ def random_model(
     typed = CheckpointConfig.of(model)
     weights = RandomWeights(typed, device, getattr(torch, dtype), codes)
     decoder = family(architecture).decoder(typed)
-    return ChoosingTorchModel(
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    made = ChoosingTorchModel(
         EngineConfig.of(config), decoder, weights, layers=range(sizes["num_hidden_layers"]), device=device
     )
+    # What it holds besides, such as rotations and tables of draws, is little.
+    made.weight_bytes = torch.cuda.memory_allocated() - before if device == "cuda" else 0  # type: ignore[attr-defined]
+    return made

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trtserve.executor.torch.layer_kernels import overlap, wait_for_inputs
+from trtserve.executor.torch.layer_kernels import overlap, stored, wait_for_inputs
 from trtserve.executor.torch.operations import Scores
+from trtserve.executor.torch.packed import FP8, Fp8Codes
 
 _LOG2E = 1.4426950408889634
 _NO_WINDOW = 1 << 30
@@ -95,6 +96,7 @@ def _decode_kernel(
     sinks,
     partials,
     sums,
+    rounding,
     out,
     table_stride,
     scale,
@@ -170,7 +172,7 @@ def _decode_kernel(
                 total += tl.exp2(sink * 1.4426950408889634 - highest)
             result = sum_ / tl.where(total > 0, total, 1.0)[:, None]
             places = (row * HEADS + head)[:, None] * VALUE + number[None, :]
-            tl.store(out + places, result.to(out.dtype.element_ty), mask=shared[:, None] & inside[None, :])
+            tl.store(out + places, stored(result, rounding, out), mask=shared[:, None] & inside[None, :])
         else:
             base = item * HEADS + head
             tl.store(partials + base[:, None] * WIDTH + number[None, :], sum_, mask=shared[:, None])
@@ -184,6 +186,7 @@ def _combine_kernel(
     sums,
     split,
     sinks,
+    rounding,
     out,
     HEADS: tl.constexpr,
     VALUE: tl.constexpr,
@@ -216,7 +219,7 @@ def _combine_kernel(
         if HAS_SINKS:
             weight += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - most)
         result = sum_ / tl.where(weight > 0, weight, 1.0)
-        tl.store(out + (row * HEADS + head) * VALUE + number, result.to(out.dtype.element_ty), mask=number < VALUE)
+        tl.store(out + (row * HEADS + head) * VALUE + number, stored(result, rounding, out), mask=number < VALUE)
 
 
 @triton.jit
@@ -398,13 +401,13 @@ class SharedKeys:
 def share_keys(lengths: Tensor, kv_layer: Tensor, most_keys: int, scores: Scores, heads: int) -> SharedKeys:
     """See `Operations.share_keys`.
 
-    All programs of a step run at the same time, one on a multiprocessor for one or two rows, else two. Where the rows
+    All programs of a step run at the same time, one on a multiprocessor for one or two rows, else four. Where the rows
     are enough for that, only those much longer than the others have more than one part.
     """
     rows, (kv_heads, head), window = len(lengths), kv_layer.shape[3:], scores.window
     few = rows <= 2
     programs = kv_heads * (triton.cdiv(heads // kv_heads, _FEW_ROWS) if head - scores.turned > _WIDE else 1)
-    parts = max(1, _multiprocessors(lengths.device) * (1 if few else 2) // programs)
+    parts = max(1, _multiprocessors(lengths.device) * (1 if few else 4) // programs)
     row_bytes = triton.next_power_of_2(head) * kv_layer.element_size()
     tile = 32 if few or row_bytes > 256 else 64 if row_bytes > 128 else 128
     least = tile if 2 * rows <= parts else _LEAST_KEYS
@@ -467,6 +470,7 @@ def decode_attention(
     lengths: Tensor,
     scores: Scores,
     shared: SharedKeys | None = None,
+    rounding: Fp8Codes | None = None,
 ) -> Tensor:
     """See `Operations.decode_attention`."""
     rows, heads, head = query.shape
@@ -479,7 +483,9 @@ def decode_attention(
     if value > _WIDE:
         group = _FEW_ROWS
         tile, warps, stages = (16, 8, 1) if query.dtype == torch.float32 else (32, 4, 2)
-    out, count = query.new_empty((rows, heads, value)), len(shared.items)
+    scale, count = None if rounding is None else rounding.input_scale, len(shared.items)
+    out = query.new_empty((rows, heads, value), dtype=query.dtype if scale is None else FP8)
+    scale = query if scale is None else scale
     partials = query.new_empty((count * heads if len(shared.split) else 1, width), dtype=torch.float32)
     sums = query.new_empty((count * heads if len(shared.split) else 1, 2), dtype=torch.float32)
     sinks = query if scores.sinks is None else scores.sinks
@@ -492,6 +498,7 @@ def decode_attention(
         sinks,
         partials,
         sums,
+        scale,
         out,
         block_tables.stride(0),
         *_factors(scores),
@@ -507,13 +514,14 @@ def decode_attention(
             sums,
             shared.split,
             sinks,
+            scale,
             out,
             HEADS=heads,
             VALUE=value,
             WIDTH=width,
             PARTS=16,
             HAS_SINKS=scores.sinks is not None,
-            num_warps=2,
+            num_warps=1,
             **overlap(),
         )
     return out

@@ -30,6 +30,7 @@ from trtserve.executor.torch.modules import (
     make_mlp,
 )
 from trtserve.executor.torch.operations import HeadNorms, Operations, RotationTables, Scores
+from trtserve.executor.torch.packed import Fp8Codes
 from trtserve.executor.torch.plain_operations import rotate
 from trtserve.executor.torch.ranks import RankGroup
 from trtserve.executor.torch.streams import StreamEnds, StreamLayer
@@ -442,9 +443,18 @@ class TorchDecoder:
         return qkv[:, :-gates].contiguous(), qkv[:, -gates:]
 
     def attend(
-        self, layer: _Layer, qkv: Tensor, inputs: Inputs, cache: Tensor, shared: Mapping[int | None, Any]
+        self,
+        layer: _Layer,
+        qkv: Tensor,
+        inputs: Inputs,
+        cache: Tensor,
+        shared: Mapping[int | None, Any],
+        rounding: Fp8Codes | None,
     ) -> Tensor:
-        """Store the new keys and values and return what each token's heads attend to: [t, heads · head]."""
+        """Store the new keys and values and return what each token's heads attend to: [t, heads · head].
+
+        In steps without prompts it may be rounded to FP8 for the matrix `rounding`.
+        """
         if layer.shares:
             query = self._query(layer, qkv, inputs.positions)
         else:
@@ -484,6 +494,7 @@ class TorchDecoder:
                     inputs.lengths[prompts:],
                     layer.scores,
                     shared[layer.scores.window],
+                    None if prompts else rounding,
                 )
             )
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -548,7 +559,10 @@ class _Attention:
         layer, inputs, keys = self._layer, self._inputs, keys_of(self._cache)
         assert keys is not None and layer.dense is not None  # noqa: PT018
         qkv, gates = self._decoder.without_gates(qkv)
-        attended = self._decoder.attend(layer, qkv, inputs, keys, self._shared)
+        rounding = None
+        if isinstance(layer.dense, Linear) and gates is None and self.adapters is None:
+            rounding = layer.dense.matrix.rounding
+        attended = self._decoder.attend(layer, qkv, inputs, keys, self._shared, rounding)
         if gates is not None:
             attended = attended * gates.sigmoid()
         return _scaled(layer.dense(self.kept(attended), self.adapters), layer.factor)

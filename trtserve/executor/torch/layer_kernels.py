@@ -142,7 +142,8 @@ def norm_rounded(
         WIDTH=width,
         GROUP=_group(group, width),
         ADDS=residual is not None,
-        num_warps=min(max(width // 512, 1), 16),
+        # A step of a few rows waits for this kernel.
+        num_warps=min(max(width // (256 if rows <= 64 else 512), 1), 16),
         **overlap(),
     )
     return whole if isinstance(whole, Fp8Rows) else out.view(x.shape)

@@ -157,11 +157,13 @@ class Operations(Protocol):
         lengths: Tensor,
         scores: Scores,
         shared: Any = None,
+        rounding: Fp8Codes | None = None,
     ) -> Tensor:
         """Attend from the last token of each sequence: query [s, H, D] → [s, H, D - `turned`].
 
         lengths i32[s] count the tokens in the cache, with the new one; a row of length 0 gives any finite numbers.
-        `shared` comes from `share_keys`. Nothing is read on the host, so that a CUDA graph can capture it.
+        `shared` comes from `share_keys`. The result may be rounded to FP8 for the matrix `rounding` that follows.
+        Nothing is read on the host, so that a CUDA graph can capture it.
         """
         ...
 

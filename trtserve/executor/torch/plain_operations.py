@@ -142,9 +142,15 @@ def share_keys(lengths: Tensor, kv_layer: Tensor, most_keys: int, scores: Scores
 
 
 def decode_attention(
-    query: Tensor, kv_layer: Tensor, block_tables: Tensor, lengths: Tensor, scores: Scores, shared: None = None
+    query: Tensor,
+    kv_layer: Tensor,
+    block_tables: Tensor,
+    lengths: Tensor,
+    scores: Scores,
+    shared: None = None,
+    rounding: Fp8Codes | None = None,
 ) -> Tensor:
-    del shared
+    del shared, rounding
     begins = torch.arange(len(query) + 1)
     return prompt_attention(query, kv_layer, block_tables, lengths - 1, begins, scores, most_new=1)
 

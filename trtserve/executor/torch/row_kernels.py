@@ -22,6 +22,8 @@ from trtserve.executor.torch.packed import FP8, Fp8Codes, Fp8Rows
 FEW_ROWS = 16
 # Of SCALES of `_few_kernel`. PyTorch has faster products of more rows, as steps of an 8 B model on an H200 showed.
 _MOST_ROWS = {"": 32, "one": FEW_ROWS, "rows": 64, "blocks": FEW_ROWS}
+# For matrices of so many floats, up to 64 rows.
+_LARGE = 1 << 25
 _UNITS = 64
 
 
@@ -178,7 +180,7 @@ def is_few(x: Tensor | Fp8Rows, weight: Any) -> bool:
     if isinstance(weight, Fp8Codes):
         return len(x) <= _MOST_ROWS[_scales(weight)]
     floats = isinstance(weight, Tensor) and weight.dtype.itemsize == 2 and overlap()["OVERLAPS"]
-    return floats and len(x) <= _MOST_ROWS[""]
+    return floats and len(x) <= (64 if weight.numel() >= _LARGE else _MOST_ROWS[""])
 
 
 def _scales(weight: Fp8Codes) -> str:
@@ -215,14 +217,18 @@ def multiply_few(
     (rows, columns), outputs = values.shape, len(matrix) // (1 if activation is None else 2)
     dtype = values.dtype if fp8 is None else fp8.dtype
     out = values.new_empty((rows, outputs), dtype=dtype if rounding is None else FP8)
-    # Tuned on an H200 with the matrices of an 8 B model.
+    # Tuned on an H200 with the matrices of an 8 B model in their place in a step.
     scales = "" if fp8 is None else _scales(fp8)
-    tiles = triton.cdiv(outputs, _UNITS)
-    splits = 1 if activation else next((each for each in (1, 2) if tiles * each >= (128, 192)[fp8 is not None]), 4)
-    chunk, stages = 256, 5 if activation or splits == 4 else 3
-    if scales == "blocks" or (fp8 is None and (activation or tiles * splits > 132)):
-        chunk = 128
-    height = max(16, triton.next_power_of_2(rows))
+    tiles, height = triton.cdiv(outputs, _UNITS), max(16, triton.next_power_of_2(rows))
+    if activation or tiles >= 96:
+        splits = 1
+    else:
+        splits = 2 if fp8 is None and tiles >= 64 else 4
+    chunk = 128 if scales == "blocks" or (fp8 is None and (splits == 1 or height > 32)) else 256
+    if activation:
+        stages = 5 if fp8 is not None else 3 if height <= 16 else 4
+    else:
+        stages = 7 if splits == 1 else 4 if fp8 is not None or chunk == 128 else 3
     size = (_UNITS * (1 if activation is None else 2) + height) * chunk * matrix.dtype.itemsize
     parts = out if splits == 1 else values.new_empty((splits, rows, outputs), dtype=torch.float32)
     _few_kernel[(tiles, splits)](
