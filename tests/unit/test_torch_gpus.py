@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,6 +57,13 @@ def test_prompts_that_warm_up_experts(moe: dict[str, int], lengths: list[int]) -
     from trtserve.executor.torch.model import _warm_lengths
 
     assert _warm_lengths(config(moe=moe)) == lengths
+
+
+def test_prompts_that_warm_up_products_of_few_rows() -> None:
+    from trtserve.executor.torch.model import _warm_lengths
+
+    found = config()
+    assert _warm_lengths(replace(found, trtserve=replace(found.trtserve, device="cuda"))) == [16, 32, 64, 80]
 
 
 def test_one_rank_uses_the_gpu_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,8 @@ def _group(group: int, width: int) -> int:
     return BLOCK if group == BLOCK else width if group else 0
 
 
-@triton.jit
+# The number of warps depends on the rows already: a step of other numbers compiles nothing.
+@triton.jit(do_not_specialize=["rows"])
 def _norm_kernel(
     x,
     residual,

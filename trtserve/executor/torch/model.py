@@ -315,11 +315,13 @@ def _token_width(config: EngineConfig, sizes: Sizes) -> int:
 def _warm_lengths(config: EngineConfig) -> list[int]:
     """Return the lengths of prompts for which all kernels of prompts are compiled.
 
-    Experts have other kernels where more pairs of token and expert come to each expert, and codes are widened for more
-    than 256 rows.
+    On GPUs products have other kernels for up to 16, 32 and 64 rows, and norms beyond 64. Experts have others where
+    more pairs of token and expert come to each expert, and codes are widened for more than 256 rows.
     """
     moe, most = config.model.moe, min(config.build.max_num_tokens, config.build.max_seq_len)
     lengths = [min(_WARM_TOKENS, config.build.plugin_config.tokens_per_block or 1, most)]
+    if config.trtserve.device == "cuda":
+        lengths += sorted({min(each, most) for each in (32, 64, 80)})
     if moe.num_experts:
         lengths += sorted({min(each * moe.num_experts // max(1, moe.top_k) + 1, most) for each in _EXPERT_TILES})
     elif config.model.quantization.algorithm is not None:
