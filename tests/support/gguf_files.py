@@ -106,7 +106,7 @@ _OWN: dict[str, dict[str, str]] = {
         "feed_forward.w3": "ffn_up",
     },
 }
-_PERMUTED = ("llama", "granite", "granitehybrid", "smollm3")
+_PERMUTED = ("llama", "granite", "granitehybrid", "granitemoe", "smollm3")
 _TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8}
 
 
@@ -238,7 +238,7 @@ def _without_stem(
         content, floats = stored(values, kind)
         return {f"ffn_{'down' if 'down' in module else 'gate_up'}_exps.weight": (values.shape, kind, content)}, floats
     if module.endswith(("put_linear.weight", "router.layer.weight")):
-        return _granite(module, values, kind, "_shexp" if config["num_local_experts"] else "")
+        return _granite(module, values, kind, "_shexp" if config.get("num_local_experts") else "")
     if (own := _FLOAT_VECTORS.get(module)) is None:
         return None
     logarithm = own == "ssm_a"
@@ -335,7 +335,9 @@ def metadata_of(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "expert_feed_forward_length": "moe_intermediate_size",
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
-        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_intermediate_size"
+        if architecture.startswith("granite")
+        else "shared_expert_intermediate_size",
         "embedding_scale": "embedding_multiplier",
         "attention.scale": "attention_multiplier",
         "residual_scale": "residual_multiplier",
@@ -404,7 +406,6 @@ def _kinds_of_layers(config: Mapping[str, Any], architecture: str) -> dict[str, 
         if architecture == "granitehybrid":
             found |= {
                 "granitehybrid.attention.head_count_kv": [heads if kind == "attention" else 0 for kind in kinds],
-                "granitehybrid.expert_shared_feed_forward_length": config["shared_intermediate_size"],
                 "granitehybrid.rope.scaling.finetuned": False,
             }
         return found

@@ -76,6 +76,7 @@ MODELS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("falcon_h1", "falcon-h1", "Q4_0", {**NO_FACTORS, "mamba_rms_norm": True}),
     ("granite_hybrid", "granitehybrid", "Q4_0", {}),
     ("granite_hybrid_moe", "granitehybrid", "Q8_0", {"intermediate_size": 64}),
+    ("granite_moe_shared", "granitemoe", "Q8_0", {"intermediate_size": 64, "shared_intermediate_size": 96}),
     ("hunyuan_v1_moe", "hunyuan-moe", "Q8_0", {"head_dim": 64, "rope_scaling": None}),
     ("phi3", "phi3", "Q8_0", {}),
     ("phi3_long", "phi3", "Q8_0", {"hidden_size": 64}),

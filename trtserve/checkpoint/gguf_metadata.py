@@ -68,6 +68,21 @@ _GRANITE_KEYS = {
     "attention_multiplier": "attention.scale",
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
+}
+_GRANITE_EXPERTS: dict[str, Any] = {
+    "permuted": True,
+    "joined": {
+        "ffn_gate": ("ffn_up", "shared_mlp.input_linear"),
+        "ffn_gate_shexp": ("ffn_up_shexp", "shared_mlp.input_linear"),
+        "ffn_gate_exps": ("ffn_up_exps", "block_sparse_moe.experts.{}.input_linear"),
+    },
+    "experts": {"ffn_down_exps": "block_sparse_moe.experts.{}.output_linear"},
+}
+_GRANITE_MODULES = {
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_down": "shared_mlp.output_linear",
+    "ffn_down_shexp": "shared_mlp.output_linear",
 }
 _LAYER_INPUTS = {
     "inp_gate": "per_layer_input_gate",
@@ -179,26 +194,18 @@ FAMILIES = {
     "granitehybrid": GgufFamily(
         architecture="GraniteMoeHybridForCausalLM",
         model_type="granitemoehybrid",
-        permuted=True,
-        modules={
-            **_MAMBA,
-            "ffn_gate_inp": "block_sparse_moe.router.layer",
-            "ffn_down": "shared_mlp.output_linear",
-            "ffn_down_shexp": "shared_mlp.output_linear",
-        },
-        joined={
-            "ffn_gate": ("ffn_up", "shared_mlp.input_linear"),
-            "ffn_gate_shexp": ("ffn_up_shexp", "shared_mlp.input_linear"),
-            "ffn_gate_exps": ("ffn_up_exps", "block_sparse_moe.experts.{}.input_linear"),
-        },
-        experts={"ffn_down_exps": "block_sparse_moe.experts.{}.output_linear"},
-        keys={
-            **_GRANITE_KEYS,
-            **_MAMBA_KEYS,
-            "shared_intermediate_size": "expert_shared_feed_forward_length",
-        },
+        modules={**_MAMBA, **_GRANITE_MODULES},
+        keys={**_GRANITE_KEYS, **_MAMBA_KEYS},
         config={"num_local_experts": 0, "position_embedding_type": "nope"},
         present={"mamba_conv_bias": "ssm_conv1d.bias"},
+        **_GRANITE_EXPERTS,
+    ),
+    "granitemoe": GgufFamily(
+        architecture="GraniteMoeSharedForCausalLM",
+        model_type="granitemoeshared",
+        modules=_GRANITE_MODULES,
+        keys=_GRANITE_KEYS,
+        **_GRANITE_EXPERTS,
     ),
     "smollm3": GgufFamily(
         architecture="SmolLM3ForCausalLM", model_type="smollm3", permuted=True, config={"no_rope_layer_interval": 4}
