@@ -177,7 +177,9 @@ def test_a_template_without_system_messages_is_known(folder: Path, template: str
             chat_texts(QuerySpec(prompts=("c",), system="S"), files, template)
 
 
-@pytest.mark.parametrize("template", ["{% for %}", "{{ messages.__class__.__mro__ }}"])
+@pytest.mark.parametrize(
+    "template", ["{% for %}", "{{ messages.__class__.__mro__ }}", "half a character: \ud800{{ messages[0].content }}"]
+)
 def test_invalid_or_unsafe_template_is_refused(template: str) -> None:
     with pytest.raises(UsageError, match="chat template"):
         render(template, messages("x", None), {})

@@ -80,12 +80,12 @@ def _answer(template: str, variables: dict[str, Any], seconds: float, most: int)
             if text.tell() + len(piece) > most:
                 return {"error": f"it makes more than {most} characters"}
             text.write(piece)
-        return {"text": text.getvalue()}
+        text.getvalue().encode()  # half a character has no tokens
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - a template is third-party code
-        reason = str(error)[:1000] or type(error).__name__
-    return {"error": reason}
+        return {"error": str(error)[:1000] or type(error).__name__}
+    return {"text": text.getvalue()}
 
 
 def _set_timers(seconds: float) -> None:
