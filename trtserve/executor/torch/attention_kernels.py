@@ -401,13 +401,13 @@ class SharedKeys:
 def share_keys(lengths: Tensor, kv_layer: Tensor, most_keys: int, scores: Scores, heads: int) -> SharedKeys:
     """See `Operations.share_keys`.
 
-    All programs of a step run at the same time, one on a multiprocessor for one or two rows, else four. Where the rows
-    are enough for that, only those much longer than the others have more than one part.
+    All programs of a step run at the same time, one on a multiprocessor for one or two rows, four for up to 16, and
+    two for more. Where the rows are enough for that, only those much longer than the others have more than one part.
     """
     rows, (kv_heads, head), window = len(lengths), kv_layer.shape[3:], scores.window
     few = rows <= 2
     programs = kv_heads * (triton.cdiv(heads // kv_heads, _FEW_ROWS) if head - scores.turned > _WIDE else 1)
-    parts = max(1, _multiprocessors(lengths.device) * (1 if few else 4) // programs)
+    parts = max(1, _multiprocessors(lengths.device) * (1 if few else 4 if rows <= 16 else 2) // programs)
     row_bytes = triton.next_power_of_2(head) * kv_layer.element_size()
     tile = 32 if few or row_bytes > 256 else 64 if row_bytes > 128 else 128
     least = tile if 2 * rows <= parts else _LEAST_KEYS
