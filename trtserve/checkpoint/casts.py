@@ -14,11 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from trtserve.checkpoint.tensor_files import CODES, item_size, numpy_dtype
+from trtserve.checkpoint.tensor_files import CODES, LazyModule, item_size, numpy_dtype
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+else:
+    np = LazyModule("numpy")
 
 # Values per lookup and per computation: smaller batches are dominated by call overhead, larger ones leave a core's
 # cache. _FEW is the share of computed values that may need the table.
@@ -42,8 +44,6 @@ class Cast:
 
         Return whether all values of a 16-bit `out` are finite; always True for float32.
         """
-        import numpy as np
-
         if self._table is None:
             with np.errstate(over="ignore", invalid="ignore"):
                 np.copyto(out, values, casting="unsafe")
@@ -54,8 +54,6 @@ class Cast:
         return out.dtype.itemsize > 2 or all_finite(out)
 
     def _look_up(self, table: npt.NDArray[Any], bits: npt.NDArray[np.uint16], out: npt.NDArray[Any]) -> None:
-        import numpy as np
-
         if self._indices is None:
             self._indices = np.empty(_LOOKED_UP, np.intp)
         for first in range(0, len(bits), _LOOKED_UP):
@@ -69,8 +67,6 @@ class Cast:
         self, table: npt.NDArray[Any], arithmetic: _Arithmetic, bits: npt.NDArray[np.uint16], out: npt.NDArray[Any]
     ) -> bool:
         """Cast between float16 and bfloat16; values that are not normal in both types come from the table."""
-        import numpy as np
-
         if odd := len(bits) % 2:  # the last value: arithmetic needs pairs
             self._look_up(table, bits[-odd:], out[-odd:])
         finite = not odd or all_finite(out[-odd:])
@@ -91,8 +87,6 @@ class _Arithmetic(ABC):
     """A cast between two 16-bit types by integer arithmetic; it keeps its buffers between calls."""
 
     def __init__(self) -> None:
-        import numpy as np
-
         self._words: npt.NDArray[np.uint16] = np.empty(_COMPUTED, np.uint16)
         self._flags: npt.NDArray[np.bool_] = np.empty(_COMPUTED, np.bool_)
 
@@ -115,8 +109,6 @@ class _ToFloat16(_Arithmetic):
         self._digits, self._bias, self._sign = _words(8, -(127 - 15) << 10 & 0xFFFF, _SIGN)
 
     def into(self, bits: npt.NDArray[np.uint16], out: npt.NDArray[np.uint16]) -> npt.NDArray[np.intp]:
-        import numpy as np
-
         words, flags = self._words[: len(bits)], self._flags[: len(bits)]
         np.add(bits, bits, out=words)
         np.subtract(words, self._lowest, out=words)
@@ -140,8 +132,6 @@ class _ToBfloat16(_Arithmetic):
     _LESS = 129
 
     def __init__(self) -> None:
-        import numpy as np
-
         super().__init__()
         self._but_last = np.array(0xFFFEFFFE, np.uint32)
         self._shift = np.array(3, np.uint32)
@@ -150,8 +140,6 @@ class _ToBfloat16(_Arithmetic):
         self._magnitude, self._sign = _words(0x7FFF, _SIGN)
 
     def into(self, bits: npt.NDArray[np.uint16], out: npt.NDArray[np.uint16]) -> npt.NDArray[np.intp]:
-        import numpy as np
-
         words, flags = self._words[: len(bits)], self._flags[: len(bits)]
         pairs, last = out.view(np.uint32), words.view(np.uint32)
         np.right_shift(bits.view(np.uint32), self._shift, out=last)
@@ -173,8 +161,6 @@ _ARITHMETIC: Mapping[tuple[str, str], type[_Arithmetic]] = {("BF16", "F16"): _To
 
 def _words(*numbers: int) -> Iterator[npt.NDArray[np.uint16]]:
     """Return constants as arrays; NumPy would convert Python integers on every call."""
-    import numpy as np
-
     return (np.array(number, np.uint16) for number in numbers)
 
 
@@ -196,8 +182,6 @@ def _is_plain(source: str, wanted: str) -> bool:
 @functools.cache
 def _table(source: np.dtype[Any], wanted: np.dtype[Any]) -> npt.NDArray[Any]:
     """Return every value of a 16-bit type, ordered by its bits, cast to `wanted`."""
-    import numpy as np
-
     every = np.arange(1 << 16, dtype=np.uint16).view(source)
     with np.errstate(over="ignore", invalid="ignore"):
         return every.astype(wanted)
@@ -209,8 +193,6 @@ def all_finite(values: npt.NDArray[Any]) -> bool:
     Their exponent bits are all set, so read as integers they are the largest values, signed and unsigned. Two maxima
     are several times faster than isfinite.
     """
-    import numpy as np
-
     exponent = not_finite_exponent(values.dtype)
     bits = values.reshape(-1).view(np.uint16)
     return not len(bits) or (int(bits.view(np.int16).max()) < exponent and int(bits.max()) < (0x8000 | exponent))

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from trtserve.checkpoint.tensor_files import Entry, TensorFile, read_into, stored_dtype
+from trtserve.checkpoint.tensor_files import Entry, LazyModule, TensorFile, read_into, stored_dtype
 from trtserve.errors import ConversionError, CorruptFileError
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Floats = npt.NDArray[np.float32]
+else:
+    np = LazyModule("numpy")
 
 AGAIN = "Fetch the model again, or choose another copy of it."
 FP8_TYPES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
@@ -57,8 +59,6 @@ class StoredTensor:
 
     def rows(self, first: int, count: int) -> npt.NDArray[Any]:
         """Read rows of the tensor, seen as a matrix [all others, last dimension]."""
-        import numpy as np
-
         entry, columns = self.entry, self.entry.shape[-1]
         kind = stored_dtype(entry.code)
         values = np.empty((count, columns), dtype=kind)
@@ -68,8 +68,6 @@ class StoredTensor:
 
     def mapped(self) -> npt.NDArray[Any]:
         """Map the tensor into memory, for reads of columns."""
-        import numpy as np
-
         entry = self.entry
         return np.memmap(self.file.path, stored_dtype(entry.code), mode="r", offset=entry.begin, shape=entry.shape)
 
@@ -97,8 +95,6 @@ class Encoding(ABC):
 
     def rows(self, first: int, count: int) -> Floats:
         """Return rows f32[count, in]. Raises ConversionError for values that are not numbers."""
-        import numpy as np
-
         with np.errstate(over="ignore", invalid="ignore"):
             values = self._rows(self.first_row + first, count)
         if not np.isfinite(values).all():
@@ -121,8 +117,6 @@ class Turned(Encoding):
         return experts, outputs, inputs
 
     def _rows(self, first: int, count: int) -> Floats:
-        import numpy as np
-
         _, outputs, inputs = self.shape
         values, read = np.empty((count, inputs), np.float32), 0
         while read < count:
@@ -147,8 +141,6 @@ class Scaled(Encoding):
         return self.codes.entry.shape
 
     def _rows(self, first: int, count: int) -> Floats:
-        import numpy as np
-
         values = floats_of(self.codes, first, count)
         height, width = self.block
         low, high = first // height, -(-(first + count) // height)
@@ -178,8 +170,6 @@ class PackedRows(Encoding):
         return outputs, words * 32 // self.bits
 
     def _rows(self, first: int, count: int) -> Floats:
-        import numpy as np
-
         codes = unpacked(self.codes.rows(first, count), self.bits).astype(np.float32)
         scales = floats_of(self.scales, first, count)
         columns, groups = self.shape[1], scales.shape[1]
@@ -218,8 +208,6 @@ class Columns(Encoding):
         return (outputs * 32 // self.bits, inputs) if self.awq else (outputs, inputs * 32 // self.bits)
 
     def _rows(self, first: int, count: int) -> Floats:
-        import numpy as np
-
         words, zeros = self.codes.mapped(), self.zeros.mapped()
         rows = slice(first, first + count)
         if self.awq:
@@ -254,8 +242,6 @@ class Fp4(Encoding):
         return *self.scales.entry.shape[:-1], self.scales.entry.shape[-1] * self.group
 
     def _rows(self, first: int, count: int) -> Floats:
-        import numpy as np
-
         groups = self.scales.entry.shape[-1]
         packed = self.codes.seen_as(-1, groups * self.group // 2).rows(first, count)
         codes = np.stack([packed & 15, packed >> 4], -1).reshape(count, groups, self.group)
@@ -282,8 +268,6 @@ class Codebook(Encoding):
         return self.size
 
     def _rows(self, first: int, count: int) -> Floats:
-        import numpy as np
-
         columns = self.size[1]
         begin, end = first * columns, (first + count) * columns
         packed = self.codes.seen_as(-1, 1).rows(begin // 2, -(-end // 2) - begin // 2).reshape(-1)
@@ -301,8 +285,6 @@ class Codebook(Encoding):
 
 def unpacked(words: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
     """Unpack [n, m] 32-bit integers to codes [n, 32 m / bits], lowest bits first; codes may cross words."""
-    import numpy as np
-
     little: npt.NDArray[np.uint8] = np.ascontiguousarray(words).astype("<u4", copy=False).view(np.uint8)
     if bits == 8:
         return little
@@ -316,8 +298,6 @@ def unpacked(words: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
 
 def unpacked_awq(words: npt.NDArray[Any], outputs: slice) -> npt.NDArray[np.uint8]:
     """Unpack [n, m] 32-bit integers to 4-bit codes [n, outputs]; nibbles hold outputs 0, 2, 4, 6, 1, 3, 5, 7 of 8."""
-    import numpy as np
-
     low, high = outputs.start // 8, -(-outputs.stop // 8)
     mixed = unpacked(words[:, low:high], 4).reshape(len(words), -1, 8)
     codes: npt.NDArray[np.uint8] = mixed[:, :, np.argsort(_AWQ_ORDER)].reshape(len(words), -1)
@@ -326,8 +306,6 @@ def unpacked_awq(words: npt.NDArray[Any], outputs: slice) -> npt.NDArray[np.uint
 
 def _order(order: StoredTensor, columns: int, groups: int) -> npt.NDArray[Any]:
     """Return the group of each input."""
-    import numpy as np
-
     found = order.values()
     if found.shape != (columns,) or found.dtype.kind != "i" or ((found < 0) | (found >= groups)).any():
         raise CorruptFileError(
@@ -339,7 +317,6 @@ def _order(order: StoredTensor, columns: int, groups: int) -> npt.NDArray[Any]:
 def floats_of(tensor: StoredTensor, first: int, count: int) -> Floats:
     """Read rows of floats, FP8, exponents or int8 as float32."""
     import ml_dtypes
-    import numpy as np
 
     values, code = tensor.rows(first, count), tensor.entry.code
     if code in FP8_TYPES:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trtserve.checkpoint.tensor_files import TensorFile
+from trtserve.checkpoint.tensor_files import LazyModule, TensorFile
 from trtserve.errors import ConversionError, CorruptFileError, UnsupportedModelError
 from trtserve.files import read_json_object
 from trtserve.process.answering import first_matches
@@ -22,6 +22,8 @@ from trtserve.process.answering import first_matches
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+else:
+    np = LazyModule("numpy")
 
 StorageType = Literal["float16", "float32", "bfloat16"]
 
@@ -223,7 +225,6 @@ def _pair(path: str, module: str, layer: int, half: Mapping[str, str]) -> Pair:
 def storage_dtype(storage: StorageType) -> np.dtype[Any]:
     """Return the NumPy type used to compute values for `storage`."""
     import ml_dtypes
-    import numpy as np
 
     return np.dtype(ml_dtypes.bfloat16 if storage == "bfloat16" else storage)
 
@@ -236,8 +237,6 @@ def module_row(
     The scale is applied in the adapter's own type, as NVIDIA's converter does. Raises CorruptFileError when the
     matrices do not fit together and ConversionError when `storage` cannot hold a value.
     """
-    import numpy as np
-
     if first.ndim != 2 or second.ndim != 2 or first.shape[0] != second.shape[1]:
         raise CorruptFileError(
             f"{pair.first} is {list(first.shape)} and {pair.second} is {list(second.shape)}; expected [rank, inputs] "
@@ -286,8 +285,6 @@ def adapter_arrays(
 
     The .npy format has no name for bfloat16; it is stored as untyped two-byte values (V2), as NVIDIA's converter does.
     """
-    import numpy as np
-
     width = max(row.size for _, row, _ in rows)
     weights = np.zeros((1, len(rows), width), dtype=storage_dtype(storage))
     for target, (_, row, _) in zip(weights[0], rows, strict=True):

@@ -20,11 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import Target
+from trtserve.checkpoint.tensor_files import LazyModule
 from trtserve.errors import CorruptFileError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+else:
+    np = LazyModule("numpy")
 
 # Inputs reordered together in step 1, and inputs per tile in step 3.
 _ROWS, _TILE = 32, 64
@@ -57,8 +60,6 @@ def _interleaves(gpu_sm: int) -> bool:
 
 def to_kernel(codes: npt.NDArray[np.int8], gpu_sm: int) -> npt.NDArray[np.uint8]:
     """Convert signed codes −8 … 7 [in, out] to the kernels' bytes [in, out / 2]."""
-    import numpy as np
-
     require_gpu_sm(gpu_sm)
     inputs, outputs = codes.shape
     ordered = codes.reshape(-1, _ROWS, outputs)[:, _row_order()].reshape(inputs, outputs)
@@ -73,8 +74,6 @@ def to_kernel(codes: npt.NDArray[np.int8], gpu_sm: int) -> npt.NDArray[np.uint8]
 
 def from_kernel(packed: npt.NDArray[np.uint8], gpu_sm: int) -> npt.NDArray[np.uint8]:
     """Convert the result of `to_kernel` back to codes 0 … 15 (8 means zero) [out, in]."""
-    import numpy as np
-
     require_gpu_sm(gpu_sm)
     inputs, outputs = packed.shape[0], packed.shape[1] * 2
     pairs = nibbles(packed.reshape(-1)).reshape(-1, 2, 4).swapaxes(1, 2)
@@ -88,16 +87,12 @@ def from_kernel(packed: npt.NDArray[np.uint8], gpu_sm: int) -> npt.NDArray[np.ui
 
 def nibbles(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """Unpack the two 4-bit codes of each byte, low first: [..., n] becomes [..., 2 n]."""
-    import numpy as np
-
     halves: npt.NDArray[np.uint8] = np.stack([packed & 15, packed >> 4], axis=-1)
     return halves.reshape(*packed.shape[:-1], -1)
 
 
 def _row_order() -> Any:
     """Return the order of 32 rows: 0 1 8 9 16 17 24 25, 2 3 10 11 …"""
-    import numpy as np
-
     return (np.arange(0, 8, 2)[:, None, None] + np.arange(0, 32, 8)[:, None] + np.arange(2)).reshape(-1)
 
 
@@ -136,14 +131,10 @@ class Int4Weight:
 
     def all_zero_points(self) -> npt.NDArray[np.uint8]:
         """Zero points u8[out, in / group_size], filled in when all are 8."""
-        import numpy as np
-
         return np.full(self.scales.shape, _ZERO, dtype=np.uint8) if self.zero_points is None else self.zero_points
 
     def dequantized(self) -> npt.NDArray[np.float32]:
         """Return the weights f32[out, in], including `input_scales`."""
-        import numpy as np
-
         groups = self.codes.reshape(len(self.codes), -1, self.group_size).astype(np.float32)
         zeros = _ZERO if self.zero_points is None else self.zero_points[:, :, None].astype(np.float32)
         whole: npt.NDArray[np.float32] = ((groups - zeros) * self.scales[:, :, None]).reshape(self.codes.shape)
@@ -163,7 +154,6 @@ class Fp8Weight:
     def dequantized(self) -> npt.NDArray[np.float32]:
         """Return the weights as f32 in the shape of the codes."""
         import ml_dtypes
-        import numpy as np
 
         whole: npt.NDArray[np.float32] = self.codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         return whole * self.scales
@@ -223,8 +213,6 @@ def unpack_fp8(tensors: Mapping[str, npt.NDArray[Any]], prefix: str, algorithm: 
 
     Raises CorruptFileError when one is absent or has the wrong shape.
     """
-    import numpy as np
-
     weight = _bytes(_tensor(tensors, f"{prefix}.weight"))
     scales = _tensor(tensors, f"{prefix}.weights_scaling_factor").astype(np.float32)
     if algorithm in FP8_BY_TOKEN:
@@ -244,8 +232,6 @@ def unpack_fp8(tensors: Mapping[str, npt.NDArray[Any]], prefix: str, algorithm: 
 
 def _stacked(experts: Sequence[Int4Weight]) -> Int4Weight:
     """Stack the experts' matrices vertically."""
-    import numpy as np
-
     zeros = None
     if any(expert.zero_points is not None for expert in experts):
         zeros = np.concatenate([expert.all_zero_points() for expert in experts])
@@ -261,8 +247,6 @@ def _gptq(
     prefix: str, weight: npt.NDArray[np.uint8], scales: npt.NDArray[Any], zeros: npt.NDArray[Any], sm: int
 ) -> Int4Weight:
     """Unpack codes in kernel layout; `zero` is (8 − zero point) × scale."""
-    import numpy as np
-
     codes = from_kernel(weight, sm)
     wide = np.ascontiguousarray(scales.T.astype(np.float32))
     products = zeros.T.astype(np.float32)
@@ -280,8 +264,6 @@ def _modelopt(
     tensors: Mapping[str, npt.NDArray[Any]], prefix: str, weight: npt.NDArray[np.uint8], scales: npt.NDArray[Any]
 ) -> Int4Weight:
     """Unpack signed codes [out / 2, in], two outputs per byte (low first), with scales [out, in / group]."""
-    import numpy as np
-
     signed = np.ascontiguousarray(nibbles(np.ascontiguousarray(weight.T)).T)
     codes = signed ^ np.uint8(_ZERO)
     wide = np.ascontiguousarray(scales.astype(np.float32))
@@ -313,6 +295,4 @@ def _tensor(tensors: Mapping[str, npt.NDArray[Any]], name: str) -> npt.NDArray[A
 
 def _bytes(values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     """Return the bytes of each row; packed codes are stored in types of various widths."""
-    import numpy as np
-
     return np.ascontiguousarray(values).view(np.uint8)

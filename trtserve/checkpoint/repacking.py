@@ -19,12 +19,14 @@ from trtserve.checkpoint.sharding import Piece, Shard
 from trtserve.checkpoint.source import SourceTensor
 from trtserve.checkpoint.streaming import write_at
 from trtserve.checkpoint.supported import SourceQuantization
-from trtserve.checkpoint.tensor_files import CODES, DTYPES, numpy_dtype
+from trtserve.checkpoint.tensor_files import CODES, DTYPES, LazyModule, numpy_dtype
 from trtserve.errors import ConversionError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+else:
+    np = LazyModule("numpy")
 
 _BLOCK_BYTES = 4 << 20
 _OTHER_WEIGHTS = "Fetch the model again, or choose another copy of it."
@@ -82,8 +84,6 @@ def _beside(name: str, ending: str) -> str:
 
 
 def _write_int4(work: Repack, held: Shard, places: Mapping[str, int], file: int, dtype: str) -> None:
-    import numpy as np
-
     wanted, name = numpy_dtype(CODES[dtype]), work.target.name
     scales, zeros = [], []
     offset = places[name]
@@ -105,8 +105,6 @@ def _write_int4(work: Repack, held: Shard, places: Mapping[str, int], file: int,
 
 
 def _rounded(values: npt.NDArray[Any], wanted: np.dtype[Any], work: Repack) -> npt.NDArray[Any]:
-    import numpy as np
-
     with np.errstate(over="ignore", invalid="ignore"):
         cast: npt.NDArray[Any] = values.astype(wanted)
     if not np.isfinite(cast.astype(np.float32)).all():
@@ -120,8 +118,6 @@ def _rounded(values: npt.NDArray[Any], wanted: np.dtype[Any], work: Repack) -> n
 
 def _write_fp8(work: Repack, held: Shard, places: Mapping[str, int], file: int) -> None:
     """Write FP8 codes; fused matrices share their largest scale, and the other codes are requantised."""
-    import numpy as np
-
     name = work.target.name
     own = {source: _scale(parts["weight_scale"]) for source, parts in work.sources.items()}
     # Every source gets the largest scale within its expert.
@@ -145,7 +141,6 @@ def _write_fp8(work: Repack, held: Shard, places: Mapping[str, int], file: int) 
 
 def _rescaled(codes: npt.NDArray[np.uint8], own: float, scale: float) -> npt.NDArray[np.uint8]:
     import ml_dtypes
-    import numpy as np
 
     if own == scale:
         return codes
@@ -191,8 +186,6 @@ class _Int4Source:
 
     def zeros(self, rows: slice, columns: slice) -> npt.NDArray[Any]:
         """Return zero points 0 … 16 [in / group, out] as signed integers."""
-        import numpy as np
-
         part = self._zeros[self._groups(columns)]
         codes = unpacked_awq(part, rows) if self._awq else unpacked(part, 4)[:, rows]
         return codes.astype(np.int32) + self._quantization.stored_zero
@@ -203,8 +196,6 @@ class _Int4Source:
 
     def floats(self) -> npt.NDArray[np.float32]:
         """Return (codes − zero points) × scales of the whole matrix [out, in]."""
-        import numpy as np
-
         groups, outputs = self._scales.shape
         rows, columns = slice(0, outputs), slice(0, groups * self._quantization.group_size)
         codes = self.codes(rows, columns).T.reshape(groups, -1, outputs).astype(np.float32)
@@ -261,7 +252,6 @@ def dequantized(
 ) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
     """Yield every weight of the model as float32."""
     import ml_dtypes
-    import numpy as np
 
     for name, tensor in sources.items():
         stem, _, ending = name.rpartition(".")

@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from trtserve.checkpoint.casts import Cast, cast_bytes, not_finite_exponent
 from trtserve.checkpoint.source import SourceTensor
-from trtserve.checkpoint.tensor_files import CODES, TensorFile, item_size, numpy_dtype, read_bytes, read_into
+from trtserve.checkpoint.tensor_files import (
+    CODES,
+    LazyModule,
+    TensorFile,
+    item_size,
+    numpy_dtype,
+    read_bytes,
+    read_into,
+)
 from trtserve.checkpoint.worker_pool import run_all, worker_count
 from trtserve.errors import ConversionError
 from trtserve.process.signals import held_back
@@ -26,6 +34,8 @@ from trtserve.process.signals import held_back
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+else:
+    np = LazyModule("numpy")
 
 CHUNK = 256 << 10  # small enough to fit a core's cache together with the cast result
 # The page cache uses folios as large as a write. This size beats copy_file_range, which moves 64 KiB at a time. Larger
@@ -279,8 +289,6 @@ class _JobRunner:
 
     def _array(self, use: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         """Return an array in the buffer for `use`, valid until the next request for it."""
-        import numpy as np
-
         flat = np.frombuffer(self._buffer(use, math.prod(shape) * dtype.itemsize), dtype=dtype)
         return flat.reshape(shape)
 
@@ -323,8 +331,6 @@ class _JobRunner:
                 write_at(self._files[block.rank], self._contiguous(part), offset)
 
     def _contiguous(self, part: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        import numpy as np
-
         if part.flags.c_contiguous:
             return part
         copied = self._array("part", part.shape, part.dtype)
@@ -361,8 +367,6 @@ class _JobRunner:
 
 def _transposed(descriptor: int, move: Move, step: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
     """Return rows of a tensor stored as [in, out]."""
-    import numpy as np
-
     rows, columns = move.shape
     entry = move.source.entry
     # Use the kernel's pages directly: the allocator would keep some megabytes per process after the array is freed.
@@ -375,8 +379,6 @@ def _transposed(descriptor: int, move: Move, step: int) -> Iterator[tuple[int, n
 
 def _shifted(values: npt.NDArray[Any], offset: float) -> npt.NDArray[Any]:
     """Return `values` + `offset`, added as TensorRT-LLM's converter does: in float16, or else in float32."""
-    import numpy as np
-
     if not offset:
         return values
     wide: npt.NDArray[Any] = values if values.dtype == np.float16 else values.astype(np.float32)
@@ -386,8 +388,6 @@ def _shifted(values: npt.NDArray[Any], offset: float) -> npt.NDArray[Any]:
 
 def _not_finite(source: SourceTensor, values: npt.NDArray[Any], cast: npt.NDArray[Any]) -> ConversionError:
     """Describe non-finite values in these rows (all exponent bits set)."""
-    import numpy as np
-
     exponent = np.uint16(not_finite_exponent(cast.dtype))
     bad = (cast.view(np.uint16) & exponent) == exponent
     first = values[bad][0]
@@ -403,8 +403,6 @@ def _not_finite(source: SourceTensor, values: npt.NDArray[Any], cast: npt.NDArra
 
 def write_at(descriptor: int, values: npt.NDArray[Any], offset: int) -> None:
     """Write an array row by row, starting `offset` bytes into a rank file."""
-    import numpy as np
-
     flat: Any = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
     _write(descriptor, flat, offset)
 

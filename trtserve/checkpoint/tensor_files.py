@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,9 +33,24 @@ from trtserve.errors import CorruptFileError, MissingDependencyError, Unsupporte
 from trtserve.files import open_file
 from trtserve.host.machine import install_command
 
+
+class LazyModule:
+    """A module that is imported when it is first used: NumPy costs every command a quarter of a second."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        value = getattr(import_module(self._name), attribute)
+        setattr(self, attribute, value)
+        return value
+
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+else:
+    np = LazyModule("numpy")
 
 # safetensors type → TensorRT-LLM config type.
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -75,7 +91,6 @@ def item_size(code: str) -> int:
 def numpy_dtype(code: str) -> np.dtype[Any]:
     """Return the NumPy type of a floating-point safetensors type. Raises UnsupportedModelError for any other type."""
     import ml_dtypes
-    import numpy as np
 
     if code not in DTYPES:
         raise UnsupportedModelError(f"Weights of type {code} cannot be read; expected {', '.join(DTYPES)}.")
@@ -84,8 +99,6 @@ def numpy_dtype(code: str) -> np.dtype[Any]:
 
 def stored_dtype(code: str) -> np.dtype[Any]:
     """Return the NumPy type of stored values, FP8 bits included."""
-    import numpy as np
-
     return np.dtype(_STORED[code]) if code in _STORED else numpy_dtype(code)
 
 
@@ -112,15 +125,11 @@ class TensorFile:
             os.close(descriptor)
 
     def tensor(self, name: str) -> npt.NDArray[Any]:
-        import numpy as np
-
         entry = self.entries[name]
         return self._read(entry, np.empty(entry.shape, dtype=numpy_dtype(entry.code)))
 
     def stored(self, entry: Entry) -> npt.NDArray[Any]:
         """Read one tensor of any type: integers and floats as stored, FP8 as bits."""
-        import numpy as np
-
         return self._read(entry, np.empty(entry.shape, dtype=stored_dtype(entry.code)))
 
     def _read(self, entry: Entry, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -131,8 +140,6 @@ class TensorFile:
 
 def read_into(descriptor: int, values: npt.NDArray[Any], offset: int, what: str = "A weight file") -> None:
     """Fill the contiguous array `values` from byte `offset` of the file; errors as in `read_bytes`."""
-    import numpy as np
-
     read_bytes(descriptor, values.reshape(-1).view(np.uint8).data, offset, what)
 
 

@@ -13,7 +13,7 @@ from trtserve.checkpoint.architectures.base import Target, require_sizes
 from trtserve.checkpoint.memory import ITEM_SIZE
 from trtserve.checkpoint.quantized import AWQ, FP8, FP8_BY_TOKEN, GPTQ, Int4Weight, unpack_fp8, unpack_int4
 from trtserve.checkpoint.sharding import matrix, name_in_stage, older_name, shard, stage_layers, stage_of
-from trtserve.checkpoint.tensor_files import TensorFile
+from trtserve.checkpoint.tensor_files import LazyModule, TensorFile
 from trtserve.errors import ArtifactError, CorruptFileError
 from trtserve.files import read_json_object
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     T = TypeVar("T", bound=np.generic)
+else:
+    np = LazyModule("numpy")
 
 _EMBEDDING = "transformer.vocab_embedding.weight"
 HEAD = "lm_head.weight"
@@ -118,8 +120,6 @@ class CheckpointReader:
 
     def int4(self, name: str) -> Int4Weight:
         """Return an unsharded 4-bit matrix; experts as one [experts · out, in]."""
-        import numpy as np
-
         target = self._targets[name]
         shards = [unpack_int4(*self._shard(target, rank), self.config) for rank in range(self.tp_size)]
         groups = shards[0].group_size
@@ -155,8 +155,6 @@ class CheckpointReader:
 
     def _merge(self, target: Target, shards: Iterable[npt.NDArray[T]], group: int = 1) -> npt.NDArray[T]:
         """Merge the ranks' matrices [out, in / group] into the unsharded one; repeated heads are written again."""
-        import numpy as np
-
         rows, columns = matrix(target.shape)
         whole: npt.NDArray[T] | None = None
         for tp_rank, values in enumerate(shards):
