@@ -26,13 +26,6 @@ class CustomTool(Body):
     input_schema: dict[str, Any]
     strict: bool = False
 
-    # No effect.
-    cache_control: dict[str, Any] = Field(default_factory=dict)
-    input_examples: list[dict[str, Any]] = Field(default_factory=list)
-    defer_loading: bool = False
-    eager_input_streaming: bool = False
-    allowed_callers: list[str] = Field(default_factory=list)
-
 
 class ToolChoice(Body):
     """Which tools the model may or must call."""
@@ -67,18 +60,6 @@ class CountBody(Body):
     thinking: Thinking | None = None
     output_config: MessagesOutput = Field(default_factory=MessagesOutput)
     output_format: OutputFormat | None = None  # the former place of the schema
-
-    # No effect: they concern Anthropic's own service.
-    cache_control: dict[str, Any] = Field(default_factory=dict)
-    context_management: dict[str, Any] = Field(default_factory=dict)
-    metadata: dict[str, Any] = Field(default_factory=dict)
-    service_tier: str = ""
-    inference_geo: str = ""
-    betas: list[str] = Field(default_factory=list)
-    diagnostics: dict[str, Any] = Field(default_factory=dict)
-    speed: str = ""
-    user_profile_id: str = ""
-    workspace_id: str = ""
 
     def chat(self, **more: Any) -> ChatBody:
         """Return the chat that this asks for. Raises ApiError for what the model cannot read."""

@@ -41,15 +41,6 @@ class OllamaOptions(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 
-    # No effect: they concern how Ollama itself runs a model.
-    num_ctx: int = 0
-    num_keep: int = 0
-    num_batch: int = 0
-    num_gpu: int = 0
-    num_thread: int = 0
-    main_gpu: int = 0
-    use_mmap: bool = False
-
     def sampling(self) -> Json:
         """Return OpenAI's keys."""
         # 0 and less mean all there is room for, as in Ollama.

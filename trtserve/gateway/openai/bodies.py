@@ -160,17 +160,6 @@ class Sampling(Body):
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
 
-    # No effect: they concern OpenAI's own service.
-    user: str = ""
-    metadata: dict[str, Any] = Field(default_factory=dict)
-    store: bool = False
-    service_tier: str = ""
-    safety_identifier: str = ""
-    prompt_cache_key: str = ""
-    prompt_cache_retention: str = ""
-    prompt_cache_options: dict[str, Any] = Field(default_factory=dict)
-    moderation: dict[str, Any] = Field(default_factory=dict)
-
     @field_validator("prompt_logprobs", mode="before")
     @classmethod
     def _no_number(cls, value: Any) -> Any:
@@ -365,8 +354,6 @@ class Thinking(Body):
     """Whether the model thinks first, as GLM's, DeepSeek's and Anthropic's APIs ask."""
 
     type: Literal["enabled", "disabled", "auto", "adaptive"]
-    budget_tokens: int | None = None  # no effect: the model cannot be told how long to think
-    display: str = ""  # no effect
 
 
 class ChatBody(Sampling):
@@ -390,9 +377,7 @@ class ChatBody(Sampling):
     separate_reasoning: bool = True  # SGLang's: whether they are told from the text
     reasoning_format: Literal["auto", "deepseek", "deepseek-legacy", "none"] = "auto"  # llama.cpp's
 
-    # No effect.
-    verbosity: str = ""
-    modalities: list[Literal["text"]] = Field(default_factory=list)
+    modalities: list[Literal["text"]] = Field(default_factory=list)  # no effect
 
     @field_validator("logprobs", mode="before")
     @classmethod

@@ -118,6 +118,12 @@ WITHOUT_EFFECT = frozenset(
         # Settings of what is refused if it is switched on.
         *("mirostat_eta", "mirostat_tau", "dynatemp_exponent", "xtc_threshold", "repeat_last_n", "penalize_nl"),
         *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "min_keep", "n_keep"),
+        # What concerns OpenAI's own service, Anthropic's, or how Ollama runs a model.
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "moderation", "client_metadata"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "max_tool_calls", "generate_summary"),
+        *("context_management", "inference_geo", "betas", "diagnostics", "speed", "user_profile_id", "workspace_id"),
+        *("input_examples", "defer_loading", "eager_input_streaming", "allowed_callers", "budget_tokens", "display"),
+        *("num_ctx", "num_keep", "num_batch", "num_gpu", "num_thread", "main_gpu", "use_mmap"),
         # How another server caches, names or reports a request, and how much it thinks.
         *("cache_control", "cache_prompt", "id_slot", "request_id", "rid", "return_progress", "usage"),
         *("stream_reasoning", "reasoning", "verbosity", "keep_alive", "session_id", "ttl"),

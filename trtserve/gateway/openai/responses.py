@@ -87,7 +87,6 @@ class TextSettings(Body):
     """The form of the text."""
 
     format: TextFormat = Field(default_factory=lambda: TextFormat.model_validate({"type": "text"}))
-    verbosity: str = ""  # no effect
 
 
 class Reasoning(Body):
@@ -95,7 +94,6 @@ class Reasoning(Body):
 
     effort: str = ""
     summary: str = ""  # no effect: thoughts are not summarised, they are part of the answer
-    generate_summary: str = ""
 
 
 _EXTENSIONS = (
@@ -147,14 +145,8 @@ class ResponsesBody(Body):
 
     # No effect.
     include: list[_Included] = Field(default_factory=list)
-    max_tool_calls: int | None = None
     stream_options: dict[str, Any] = Field(default_factory=dict)
     user: str = ""
-    service_tier: str = ""
-    safety_identifier: str = ""
-    prompt_cache_key: str = ""
-    prompt_cache_retention: str = ""
-    client_metadata: dict[str, Any] = Field(default_factory=dict)  # Codex sends it
 
     def messages(self, before: Sequence[Json]) -> list[Json]:
         """Return the conversation that goes on: what was said before, and the input. Raises ApiError."""
