@@ -5,6 +5,7 @@ Scores are kept in units of log₂(e), because exp2 is one instruction.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -439,6 +440,7 @@ _WIDE = 256
 _FEW_ROWS = 16
 
 
+@functools.cache
 def _wide_rows() -> int:
     """Return the rows of a program for wide heads of prompts: Hopper's tensor cores take their operands from memory."""
     return 64 if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else _FEW_ROWS
