@@ -523,7 +523,7 @@ def decode_attention(
             WIDTH=width,
             PARTS=16,
             HAS_SINKS=scores.sinks is not None,
-            num_warps=1,
+            num_warps=1 if width <= _WIDE else 4,
             **overlap(),
         )
     return out
