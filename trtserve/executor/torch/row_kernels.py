@@ -22,8 +22,8 @@ from trtserve.executor.torch.packed import FP8, Fp8Codes, Fp8Rows
 FEW_ROWS = 16
 # Of SCALES of `_few_kernel`. PyTorch has faster products of more rows, as steps of an 8 B model on an H200 showed.
 _MOST_ROWS = {"": 32, "one": FEW_ROWS, "rows": 64, "blocks": FEW_ROWS}
-# For matrices of so many floats, up to 64 rows.
-_LARGE = 1 << 25
+# Matrices of so many floats, an 8 B model's MLP but not its head, for up to 64 rows.
+_LARGE = range(1 << 25, 1 << 28)
 _UNITS = 64
 
 
@@ -180,7 +180,7 @@ def is_few(x: Tensor | Fp8Rows, weight: Any) -> bool:
     if isinstance(weight, Fp8Codes):
         return len(x) <= _MOST_ROWS[_scales(weight)]
     floats = isinstance(weight, Tensor) and weight.dtype.itemsize == 2 and overlap()["OVERLAPS"]
-    return floats and len(x) <= (64 if weight.numel() >= _LARGE else _MOST_ROWS[""])
+    return floats and len(x) <= (64 if weight.numel() in _LARGE else _MOST_ROWS[""])
 
 
 def _scales(weight: Fp8Codes) -> str:
