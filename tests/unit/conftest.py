@@ -13,6 +13,7 @@ import pytest
 from tests.support import python_backend
 from tests.support.executors import Start, executors
 from tests.support.guide_trials import TrialInThisProcess
+from tests.support.waiting import wait_until
 from trtserve.client.tokenizer import render
 from trtserve.executor.engine import guided
 
@@ -76,10 +77,13 @@ def scripted_endpoint(folder: Path) -> Iterator[tuple[ScriptedTriton, TestClient
 
 
 @pytest.fixture
-def triton(scripted_endpoint: tuple[ScriptedTriton, TestClient]) -> ScriptedTriton:
-    """Its Triton, with the usual script and no requests yet."""
-    scripted_endpoint[0].reset()
-    return scripted_endpoint[0]
+def triton(scripted_endpoint: tuple[ScriptedTriton, TestClient]) -> Iterator[ScriptedTriton]:
+    """Its Triton, with the usual script and no requests yet; what a test has begun ends with it."""
+    triton, _ = scripted_endpoint
+    triton.reset()
+    before = len(triton._tasks)
+    yield triton
+    wait_until(lambda: not triton.running and len(triton._tasks) <= before)
 
 
 @pytest.fixture
