@@ -20,6 +20,7 @@ from tests.support.scripted_triton import NAME, ScriptedTriton
 from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
 from trtserve.client.metrics import parse
+from trtserve.client.tensors import Reply
 from trtserve.errors import RequestError
 from trtserve.executor.engine.guide_trial import grammar_of
 from trtserve.executor.engine.requests import GuideType
@@ -31,6 +32,27 @@ from trtserve.gateway.openai.bodies import ChatBody
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chat_model(tmp_path_factory.mktemp("openai") / "model")
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        {},
+        {"output_ids": np.array([[[3]]], dtype=np.int32)},
+        {"output_ids": np.array([[[3]]], dtype=np.int32), "sequence_length": np.zeros((1, 0), dtype=np.int32)},
+        {"output_ids": np.array([[[3]]], dtype=np.int32), "sequence_length": np.array([[b"x"]], dtype=object)},
+        {"output_ids": np.array([[[-2]]], dtype=np.int32), "sequence_length": np.array([[1]], dtype=np.int32)},
+    ],
+    ids=["nothing", "no length", "an empty length", "a text as length", "a negative token"],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_wrong_tensors_of_a_server_are_not_the_clients_fault(
+    client: TestClient, triton: ScriptedTriton, outputs: dict[str, Any], stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "_reply", lambda *_, **__: Reply(outputs=outputs, parameters={}))
+    answer = complete(client, stream=stream)
+    assert answer.status_code == 503
+    assert "not of Triton's protocol" in answer.json()["error"]["message"]
 
 
 def test_a_completion(client: TestClient, triton: ScriptedTriton) -> None:

@@ -172,11 +172,11 @@ class UnavailableError(RequestError):
 
 @contextmanager
 def understood() -> Iterator[None]:
-    """Let an answer that Triton's protocol does not have end with RequestError: another program may have sent it."""
+    """Let an answer that Triton's protocol does not have end with UnavailableError: the request is not at fault."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise RequestError(
+        raise UnavailableError(
             f"The server's answer is not of Triton's protocol ({type(error).__name__}: {str(error)[:200]}).",
             hint="Check that Triton listens at this address, and nothing that changes its answers.",
         ) from error

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
+from trtserve.client.endpoint import understood
 from trtserve.client.grpc_transport import GrpcTransport
 from trtserve.client.tensors import IDS_INPUT, ModelRequest, Reply, stop_request
 from trtserve.client.transport import STOP_TIMEOUT
@@ -49,7 +50,8 @@ async def generate(
     waiting, ids = list[TokenLogProb](), list[int]()
     try:
         while replies := await call.replies():
-            piece = reader.read(replies)
+            with understood():
+                piece = reader.read(replies)
             if request.echoes_log_probs and not echoed:
                 echoed = True
                 piece.prompt = await asyncio.to_thread(_prompt_log_probs, served, request, replies)
