@@ -13,6 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.gpu.bundle import PACKAGES, PYTHON
 from tests.support.locked_packages import LOCK, ORACLE, locked_packages
 from trtserve._version import __version__
 
@@ -66,6 +67,11 @@ def test_no_version_of_jinja2_is_taken_that_templates_of_strangers_can_leave() -
     (wanted,) = (Requirement(text) for text in project["dependencies"] if Requirement(text).name == "jinja2")
     assert not wanted.specifier.contains("3.1.5")
     assert wanted.specifier.contains("3.1.6")
+
+
+def test_every_package_of_the_gpu_bundle_is_locked() -> None:
+    """`make gpu-bundle` downloads locked versions, in a fresh clone too."""
+    assert {canonicalize_name(name) for name in PACKAGES} - locked_packages(LOCK, ORACLE, python=PYTHON).keys() == set()
 
 
 def test_the_pictures_show_the_page_and_the_report_of_today() -> None:
