@@ -275,6 +275,9 @@ def test_a_prompt_is_cut_where_the_client_asks(client: TestClient, side: str | N
     assert answer["choices"][0]["prompt_token_ids"] == answer["prompt_token_ids"] == kept
     assert answer["usage"]["prompt_tokens"] == 2
     assert len(chat(client, **asked).json()["prompt_token_ids"]) == 2
+    first, *others = events(complete(client, prompt=[4, 5, 6, 7], stream=True, **asked))
+    assert first["choices"][0]["prompt_token_ids"] == kept
+    assert not any("prompt_token_ids" in each["choices"][0] for each in others)
     assert complete(client, prompt=[4, 5], **asked).json()["prompt_token_ids"] == [4, 5]
 
 
@@ -284,6 +287,7 @@ def test_the_only_model_needs_no_name(client: TestClient) -> None:
     assert (answer["model"], answer["choices"][0]["message"]["content"]) == (NAME, "Hello")
     assert client.post("/v1/responses", json={"input": "Hi"}).json()["model"] == NAME
     assert client.post("/tokenize", json={"prompt": "Hi"}).json()["count"] == 3
+    assert client.post("/tokenize", json={**asked, "add_special_tokens": True}).json()["tokens"][0] == 1
 
 
 def test_usage_comes_with_every_chunk_only_where_usage_is_wanted(client: TestClient) -> None:

@@ -110,6 +110,8 @@ class Completion:
         self.finish_reason = piece.finish_reason
         if self.shows_ids:
             choice["token_ids"] = piece.ids
+            if self.prompt_ids and len(self.ids) == len(piece.ids):  # told once
+                choice["prompt_token_ids"] = list(self.prompt_ids)
         return [choice]
 
     def whole(self) -> Json:

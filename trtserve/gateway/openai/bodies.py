@@ -510,7 +510,8 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] = Field(default_factory=list)
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    """Without a word texts get them, and conversations have those of the template alone."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -363,10 +363,10 @@ class Paths:
         served, _ = await self._backend.find(body.model)
         files = served.require_tokenizer("tokenize")
         assert served.encoder is not None
-        text, special = body.prompt, body.add_special_tokens
+        text, special = body.prompt, body.add_special_tokens is not False
         if text is None:
             chat = await asyncio.to_thread(body.chat)
-            text, special = await chat_text(served, chat), False
+            text, special = await chat_text(served, chat), bool(body.add_special_tokens)
             if text is None:  # no chat template
                 text, special = chat.messages[-1]["content"], True
         served.require_room(text)
