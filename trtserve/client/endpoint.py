@@ -187,7 +187,7 @@ def unknown_model(name: str, where: str, available: Sequence[str]) -> RequestErr
     from trtserve.client.tensors import STANDARD_MODELS
 
     known = sorted({*available}.difference(STANDARD_MODELS) or available)
-    hint = f"{did_you_mean(name, available)} Models there: {', '.join(known) or 'none'}. A LoRA adapter: --lora."
+    hint = f"{did_you_mean(name, available)} Models there: {', '.join(known) or 'none'}."
     return RequestError(f"The server at {where} has no model {name!r}.", hint=hint.lstrip())
 
 
