@@ -32,6 +32,7 @@ def checkpoint_config(name: str, **changes: Any) -> CheckpointConfig:
         ("deepseek_v3", {"hidden_act": "gelu"}, "'gelu'"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True"),
+        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias = true"),
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types"),
     ],
 )

@@ -9,6 +9,7 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, WrongConfigError, superset
 from trtserve.checkpoint.architectures.parts.expert_tensors import DEEPSEEK_EXPERTS, deepseek_experts, experts_of
 from trtserve.checkpoint.architectures.parts.latent import latent_config, latent_decoder, latent_names
+from trtserve.errors import UnsupportedModelError
 
 # DeepSeek V2 and V2-Lite: latent attention (MLA), routers with a softmax, shared experts.
 
@@ -25,6 +26,8 @@ def deepseek_v2_checkpoint_config(hf: HfConfig) -> dict[str, Any]:
             f"config.json has topk_method = {method!r}, scoring_func = {scores!r} and norm_topk_prob = "
             f"{hf.get('norm_topk_prob', False)}; expected {' or '.join(_GROUPS)}, softmax and false."
         )
+    if hf.get("mlp_bias"):
+        raise UnsupportedModelError("config.json has mlp_bias = true; expected a DeepSeek V2 without these biases.")
     groups = {} if _GROUPS[method] else {"n_group": 1, "topk_group": 1}
     common = latent_config({**hf, "rope_interleave": True})
     experts = deepseek_experts({**hf, **groups, "norm_topk_prob": False, "scoring_func": "sigmoid"})
