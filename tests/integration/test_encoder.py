@@ -93,6 +93,23 @@ def test_a_text_is_encoded_again_when_its_process_was_stopped_and_killed(encoder
     assert asyncio.run(encoded_by_another()) == expected
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nobody_gets_the_ids_of_another_text_after_a_waiting_fork_was_killed(
+    encoder_of: Callable[..., Encoder], number: signal.Signals
+) -> None:
+    encoder, before = encoder_of(), set(psutil.Process().children())
+    texts = ["one", "two", "three"]
+    expected = [asyncio.run(encoder.encode([text], special=True)) for text in texts]
+    (child,) = set(psutil.Process().children()) - before
+    (waiting,) = child.children()
+    waiting.send_signal(number)
+    waiting.wait(60)
+    if number == signal.SIGTERM:  # nobody knows that it was not for this text
+        with pytest.raises(ApiError, match="was ended by signal 15"):
+            asyncio.run(encoder.encode(["one"], special=True))
+    assert [asyncio.run(encoder.encode([text], special=True)) for text in texts] == expected
+
+
 GROWING = {
     "type": "Sequence",
     "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "aaaaaaaa"}] * 12,

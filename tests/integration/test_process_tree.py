@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.waiting import eventually, wait_until
 from trtserve.errors import MissingDependencyError, ServerStopError
+from trtserve.gateway.standstill import python_stubs
 from trtserve.host.machine import SHARED_MEMORY
 from trtserve.process import Command, ProcessId, exit_code, kill_group, run, spawn, stop, tree
 
@@ -190,3 +191,20 @@ def test_a_process_of_another_user_is_left_alone(tmp_path: Path, monkeypatch: py
                 stop(other, grace=1)
     finally:
         assert stop(other, grace=1)
+
+
+def test_a_fork_of_a_stub_is_no_stub(tmp_path: Path) -> None:
+    program = tmp_path / "demo" / "1" / "model.py"
+    program.parent.mkdir(parents=True)
+    program.write_text("exec 3<&0; (read line <&3; true) & echo forked; wait\n")
+    words = ("triton_python_backend_stub", str(program))
+    myself = ProcessId.of(os.getpid())
+    assert myself is not None
+    with subprocess.Popen(words, executable="/bin/sh", stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stub:
+        assert stub.stdout is not None
+        stub.stdout.readline()
+        assert len(psutil.Process(stub.pid).children()) == 1
+        found = python_stubs(myself)
+        assert stub.stdin is not None
+        stub.stdin.close()
+    assert {each.pid: model for each, model in found.items()} == {stub.pid: "demo"}

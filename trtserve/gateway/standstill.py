@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from trtserve.client.metrics import Heartbeat
-from trtserve.process import ProcessId, arguments, tree, work_done
+from trtserve.process import ProcessId, arguments, parent, tree, work_done
 
 _STUB = "triton_python_backend_stub"
 # An executor makes many steps in this time, and shows twice a second that it does.
@@ -25,17 +25,26 @@ _LEAST = 0.05
 
 def python_stubs(root: ProcessId) -> dict[ProcessId, str]:
     """Return the Python stubs below a process with the names of their models, from their command lines."""
-    stubs = {}
-    for member in tree(root):
-        words = arguments(member)
-        if len(words) > 1 and Path(words[0]).name == _STUB:
-            stubs[member] = Path(words[1]).parents[1].name
-    return stubs
+    found = _running(_STUB, root)
+    return {member: Path(words[1]).parents[1].name for member, words in found.items() if len(words) > 1}
 
 
 def tritonservers(root: ProcessId) -> set[ProcessId]:
     """Return the tritonservers below a process: those of its ranks, or the one behind a launcher."""
-    return {member for member in tree(root) if Path((arguments(member) or [""])[0]).name == "tritonserver"}
+    return set(_running("tritonserver", root))
+
+
+def _running(program: str, root: ProcessId) -> Mapping[ProcessId, Sequence[str]]:
+    """Return the processes of a program below another process, with their command lines.
+
+    A fork that becomes a helper has the command line of its parent for a moment.
+    """
+    found = {}
+    for member in tree(root):
+        words, above = arguments(member), parent(member)
+        if words and Path(words[0]).name == program and above is not None and arguments(above) != words:
+            found[member] = words
+    return found
 
 
 class Halts:

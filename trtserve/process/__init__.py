@@ -31,6 +31,7 @@ _KILLED = 10.0
 # Python's resource trackers end this soon after those that they serve.
 _TRACKED = 2.0
 # Fields of /proc/PID/stat, counted from the one after the program's name: the state is the first.
+_PARENT = 1
 _MAJOR_FAULTS = 9
 _CPU_TIMES = slice(11, 13)
 _START_TIME = 19
@@ -274,6 +275,12 @@ def children(identity: ProcessId, *, recursive: bool = False) -> tuple[ProcessId
     """Return the direct children of a process, or all its descendants."""
     found = _asked(identity, lambda process: process.children(recursive)) or ()
     return tuple(each for child in found if (each := ProcessId.of(child.pid)) is not None)
+
+
+def parent(identity: ProcessId) -> ProcessId | None:
+    """Return the parent of a process, or None when one of them has ended."""
+    fields = _fields(identity.pid)
+    return None if fields is None or _started(fields) != identity.started else ProcessId.of(int(fields[_PARENT]))
 
 
 def tree(identity: ProcessId) -> set[ProcessId]:

@@ -77,6 +77,9 @@ class AnsweringProcess:
                 answer = stdout.readline()
         except BrokenPipeError:
             answer = b""
+        except BaseException:  # an interrupt: the answer that still comes would be taken for the next one
+            self._end()
+            raise
         return answer, None if answer.endswith(b"\n") else child.wait()
 
     def _end(self) -> None:

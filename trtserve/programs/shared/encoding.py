@@ -37,6 +37,7 @@ class EncodingProcess:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
+        self._number = 0
 
     def encode(self, texts: Sequence[str], *, special: bool, seconds: float) -> tuple[list[list[int]], float]:
         """Return the ids of each text, and the seconds that took; `special` adds special tokens such as BOS.
@@ -46,12 +47,13 @@ class EncodingProcess:
         request = {"texts": list(texts), "special": special, "seconds": seconds}
         answer: dict[str, Any] = {"ended": -signal.SIGKILL}
         with self._lock:
-            for _ in range(2):  # somebody may have killed it
+            for _ in range(2):  # somebody may have killed it, or the fork that waited for a text
                 try:
                     answer = self._ask(self._running(), request)
-                    break
                 except BrokenPipeError:
                     self._end()
+                if answer.get("ended") != -signal.SIGKILL:
+                    break
         code = answer.get("ended")
         if code in (-signal.SIGPROF, -signal.SIGALRM):
             raise TimeoutError
@@ -78,18 +80,21 @@ class EncodingProcess:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for us
             )
-            self._ask(self._child, self._tokenizer)
+            self._ask(self._child, {"tokenizer": self._tokenizer})
         return self._child
 
-    def _ask(self, child: subprocess.Popen[bytes], request: Any) -> dict[str, Any]:
+    def _ask(self, child: subprocess.Popen[bytes], request: dict[str, Any]) -> dict[str, Any]:
         assert child.stdin is not None
         assert child.stdout is not None
-        child.stdin.write(json.dumps(request).encode() + b"\n")
+        self._number += 1
+        child.stdin.write(json.dumps({**request, "number": self._number}).encode() + b"\n")
         child.stdin.flush()
-        if not (line := child.stdout.readline()).endswith(b"\n"):
-            raise BrokenPipeError
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        while (line := child.stdout.readline()).endswith(b"\n"):
+            answer: dict[str, Any] = json.loads(line)
+            # A fork that is killed before it reads a request ends it, and the next one answers it all the same.
+            if answer.get("number", self._number) == self._number:
+                return answer
+        raise BrokenPipeError
 
     def _end(self) -> None:
         child, self._child = self._child, None
@@ -134,7 +139,7 @@ def main() -> None:
     for timer in (signal.SIGPROF, signal.SIGALRM):  # end the process, whatever it does
         signal.signal(timer, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    tokenizer = _plain(json.loads(sys.stdin.buffer.readline()))
+    tokenizer = _plain(json.loads(sys.stdin.buffer.readline())["tokenizer"])
     _write({})
     while child := os.fork():
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -157,14 +162,14 @@ def _plain(text: str) -> Any:
     return tokenizer
 
 
-def _answer(tokenizer: Any, texts: list[str], special: bool, seconds: float) -> dict[str, Any]:
+def _answer(tokenizer: Any, number: int, texts: list[str], special: bool, seconds: float) -> dict[str, Any]:
     began = time.process_time()
     _set_timers(seconds)
     try:
         ids = [tokenizer.encode(text, add_special_tokens=special).ids for text in texts]
-        return {"ids": ids, "seconds": time.process_time() - began}
+        return {"number": number, "ids": ids, "seconds": time.process_time() - began}
     except BaseException as error:  # noqa: BLE001 - a panic of the tokenizer is one
-        return {"error": str(error)[:1000] or type(error).__name__}
+        return {"number": number, "error": str(error)[:1000] or type(error).__name__}
     finally:
         _set_timers(0)
 
