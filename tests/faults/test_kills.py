@@ -101,7 +101,7 @@ def test_restarts_end_at_their_limit(repository: Path, home: Path) -> None:
 
 def test_a_random_kill_or_stop_leaves_nothing(repository: Path, home: Path) -> None:
     """One cycle; `make cycles` has hundreds."""
-    generator = random.Random()
+    generator = random.Random(int(os.environ.get("TRTSERVE_SEED", "0")))
     slow_model(repository, 0.5)
     process = generator.choice((*PROCESSES, "launcher", "slow"))
     policy = generator.choice(POLICIES)

@@ -279,6 +279,9 @@ def test_a_prompt_is_cut_where_the_client_asks(client: TestClient, side: str | N
     assert first["choices"][0]["prompt_token_ids"] == kept
     assert not any("prompt_token_ids" in each["choices"][0] for each in others)
     assert complete(client, prompt=[4, 5], **asked).json()["prompt_token_ids"] == [4, 5]
+    text = "Hi" + 50_000 * " you" + "Hello"  # longer than the model can read
+    ends = [complete(client, prompt=each, **asked).json()["prompt_token_ids"] for each in (text, "Hello", "Hi")]
+    assert ends[0] == ends[2 if side == "right" else 1]
 
 
 def test_the_only_model_needs_no_name(client: TestClient) -> None:
@@ -286,6 +289,9 @@ def test_the_only_model_needs_no_name(client: TestClient) -> None:
     answer = client.post("/v1/chat/completions", json=asked).json()
     assert (answer["model"], answer["choices"][0]["message"]["content"]) == (NAME, "Hello")
     assert client.post("/v1/responses", json={"input": "Hi"}).json()["model"] == NAME
+    others: dict[str, dict[str, Any]] = {"/v1/messages": {"max_tokens": 4}, "/api/chat": {"stream": False}}
+    for path, more in others.items():
+        assert client.post(path, json={**asked, **more, "model": ""}).json()["model"] == NAME
     assert client.post("/tokenize", json={"prompt": "Hi"}).json()["count"] == 3
     assert client.post("/tokenize", json={**asked, "add_special_tokens": True}).json()["tokens"][0] == 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,10 @@ from typing import Any
 import pytest
 
 from tests.support.server_records import server_record
+from tests.support.waiting import wait_until
+from trtserve.cli import run
 from trtserve.errors import ServerAmbiguousError, ServerDiedError, ServerNotFoundError
+from trtserve.files import locked
 from trtserve.process import ProcessId
 from trtserve.server.discovery import find_log, find_server
 from trtserve.server.shutdown import stop_server
@@ -26,6 +30,7 @@ from trtserve.server.state import (
     failure_of,
     is_stopping,
     last_record,
+    launch_lock,
     list_servers,
     log_file,
     recorded_server,
@@ -174,6 +179,19 @@ def test_a_dead_server_is_explained_until_it_is_stopped(store: Store) -> None:
     assert recorded_servers(store) == []
     with pytest.raises(ServerNotFoundError, match="No server demo is running, nor any other"):
         find_server("demo", store=store)
+
+
+def test_stop_all_first_stops_what_runs_then_waits_for_what_begins() -> None:
+    store = Store()
+    server(store, "demo", age=60)
+    ended: list[int] = []
+    stopping = threading.Thread(target=lambda: ended.append(run(["stop", "--all"])))
+    with locked(launch_lock("other", store), shared=True):
+        stopping.start()
+        wait_until(lambda: recorded_server("demo", store) is None)
+        server(store, "other", age=60)
+    stopping.join()
+    assert (ended, recorded_servers(store)) == ([0], [])
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"name": "x"}', "nonsense"])

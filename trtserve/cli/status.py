@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from datetime import datetime, timedelta, timezone
@@ -223,6 +224,16 @@ def _json_line(line: str) -> str:
     return dumps(described(line))
 
 
+def _every_server() -> Iterator[str]:
+    """Yield the servers that run, then those that another command has begun to start."""
+    from trtserve.server.state import await_record, recorded_servers
+    from trtserve.store import Store
+
+    yield from [server.name for server in recorded_servers()]
+    await_record(None, Store())
+    yield from [server.name for server in recorded_servers()]
+
+
 def stop(
     name: ServerArgument = None,
     *,
@@ -250,18 +261,14 @@ def stop(
     """
     from trtserve.server.discovery import searched
     from trtserve.server.shutdown import stop_server
-    from trtserve.server.state import await_record, list_servers, recorded_servers
-    from trtserve.store import Store
+    from trtserve.server.state import list_servers
 
     if everything and name is not None:
         raise UsageError(f"Both a name ({name}) and --all were given; give one.")
-    if everything:
-        await_record(None, Store())
-    names: list[str | None] = [server.name for server in recorded_servers()] if everything else [name]
     progress = TerminalProgress(quiet=quiet)
     stopped: list[str] = []
     try:
-        for one in names:
+        for one in _every_server() if everything else (name,):
             # The port of many models ends the servers of those that are loaded.
             with suppress(ServerNotFoundError) if stopped else nullcontext():
                 stopped.append(stop_server(one, drain=drain, progress=progress).name)

@@ -337,7 +337,8 @@ def kill_group(group: int) -> None:
     import psutil
 
     members = (ProcessId.of(pid) for pid in psutil.pids() if _group_of(pid) == group)
-    _kill({member for member in members if member is not None})
+    with suppress(ServerStopError):  # a member of another user
+        _kill({member for member in members if member is not None})
     with suppress(ProcessLookupError, PermissionError):  # what they have started meanwhile
         os.killpg(group, signal.SIGKILL)
 

@@ -16,7 +16,16 @@ from trtserve.progress import SILENT, Progress
 from trtserve.server.discovery import find_server
 from trtserve.server.launch.modes import Single
 from trtserve.server.rank_processes import serving_process, sweep_session
-from trtserve.server.state import Failure, Server, await_record, change_state, forget, recorded_server, run_folder
+from trtserve.server.state import (
+    Failure,
+    Server,
+    await_record,
+    change_state,
+    forget,
+    recorded_server,
+    recorded_servers,
+    run_folder,
+)
 from trtserve.server.triton.tritonserver import EXIT_TIMEOUT, STOP_GRACE, metrics_page, stop_triton
 from trtserve.store import Store
 
@@ -36,7 +45,8 @@ def stop_server(
     unexpectedly is cleaned up. Raises ServerNotFoundError, ServerAmbiguousError or ServerStopError.
     """
     store = store or Store()
-    await_record(name, store)
+    if name is not None or not recorded_servers(store):
+        await_record(name, store)
     server = None if name is None else recorded_server(name, store)
     if server is None:
         hint = "Name one: `trtserve stop NAME`, or stop them all: `trtserve stop --all`."

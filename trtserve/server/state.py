@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -290,7 +290,9 @@ def forget(server: Server, store: Store, *, failure: Failure | None = None) -> N
         shutil.rmtree(child(store.servers, f"{server.name}.door"), ignore_errors=True)  # as it was called before
         folder = run_folder(server.name, store)
         for link in folder.glob(f"{SOCKETS}*"):
-            shutil.rmtree(Path(tempfile.gettempdir(), link.name), ignore_errors=True)
+            with suppress(OSError):
+                if (target := link.readlink()).name == link.name:
+                    shutil.rmtree(target, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
         ended: dict[str, Any] = {"instances": server.instances, "reason": "", "stopper": None, "ready_since": None}
         if failure is not None:

@@ -337,15 +337,18 @@ def end_group() -> None:
 
     Python's resource tracker is left: it ends after the last of them, and removes their shared memory.
     """
-    import psutil
+    try:
+        import psutil
 
-    for process in psutil.process_iter():
-        with contextlib.suppress(OSError):
-            if os.getpgid(process.pid) == os.getpid() != process.pid:
-                _end(process)
-    if folder := os.environ.get("VLLM_RPC_BASE_PATH"):
-        shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
+        for _ in range(2):  # what a process has started meanwhile, too
+            for process in psutil.process_iter():
+                with contextlib.suppress(OSError):
+                    if os.getpgid(process.pid) == os.getpid() != process.pid:
+                        _end(process)
+        if folder := os.environ.get("VLLM_RPC_BASE_PATH"):
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os._exit(1)
 
 
 def _end(process: Any) -> None:

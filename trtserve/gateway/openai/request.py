@@ -328,9 +328,18 @@ def _cut(served: ServedModel, body: Sampling, prompt: Prompt) -> Prompt:
     return prompt if ids == prompt.ids else replace(prompt, text=None, ids=ids, tokens=len(ids))
 
 
+def _shortened(served: ServedModel, body: Sampling, text: str) -> str:
+    """Return the end of a text that has all tokens that the client keeps of it, or its beginning."""
+    if body.truncate_prompt_tokens is None or served.max_seq_len is None or served.encoder is None:
+        return text
+    most = served.max_seq_len * served.encoder.longest_token
+    return text[:most] if body.truncation_side == "right" else text[-most:]
+
+
 async def completion_prompt(served: ServedModel, body: Sampling, prompt: str | list[int]) -> Prompt:
     """Return a prompt to continue."""
     if isinstance(prompt, str):
+        prompt = _shortened(served, body, prompt)
         return _cut(served, body, await _text_prompt(served, prompt, special=served.adds_special))
     prompt = list(body.kept_of(prompt))
     served.require_room(prompt)
@@ -370,6 +379,8 @@ async def chat_prompt(
 async def chat_text(served: ServedModel, body: ChatBody) -> str | None:
     """Return the conversation as the chat template renders it, or None for a model without one. Raises ApiError."""
     served.require_reading(body.image_urls)
+    if body.image_urls and body.truncate_prompt_tokens is not None:
+        raise ApiError("A conversation with images cannot be truncated.", param="truncate_prompt_tokens")
     files = served.require_tokenizer("A conversation")
     assert served.encoder is not None
     shown = body.tools if isinstance(body.tool_choice, AllowedTools) else body.usable_tools
@@ -395,6 +406,7 @@ async def chat_text(served: ServedModel, body: ChatBody) -> str | None:
         text = _up_to_the_end_of(body.messages[-1]["content"], text)
     if body.guide is not None:
         text = served.dialect.without_thoughts(text)
+    text = _shortened(served, body, text)
     served.require_room(text)
     return text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -269,7 +270,7 @@ class Paths:
         with naming(body.fields):
             asked = await self.conversation(request, await asyncio.to_thread(body.chat))
         sequence = Sequenced(request=asked.requests[0], answer=Message(**asked.message()))
-        return await self._respond(request, asked.served, MessagesForm(sequence, body.model), stream=body.stream)
+        return await self._respond(request, asked.served, MessagesForm(sequence, asked.body.model), stream=body.stream)
 
     async def ollama_chat(self, body: OllamaChatBody, request: Request) -> Response:
         """Answer a conversation in Ollama's form."""
@@ -284,7 +285,7 @@ class Paths:
         with naming(body.fields):
             conversation = await self.conversation(request, await asyncio.to_thread(body.chat), raw=raw)
         sequence = Sequenced(request=conversation.requests[0], answer=Message(**conversation.message()))
-        form = OllamaForm(sequence, body.model, chat=chat)
+        form = OllamaForm(sequence, conversation.body.model, chat=chat)
         return await self._respond(request, conversation.served, form, stream=body.stream)
 
     async def ollama_embed(self, body: OllamaEmbedBody, request: Request) -> Response:
@@ -325,8 +326,8 @@ class Paths:
         if body.lora_name in known and not replaced:
             raise ApiError(f"The name `{body.lora_name}` is taken on this server.", param="lora_name")
         assert served.core is not None
-        core, folder = served.core.name, Path(body.lora_path).expanduser()
-        if not await asyncio.to_thread(folder.is_dir):
+        core, folder = served.core.name, Path(os.path.expanduser(body.lora_path))  # noqa: PTH111 - of any name
+        if not await asyncio.to_thread(os.path.isdir, folder):
             raise ApiError(f"There is no folder {folder} on the server's machine.", status=404, param="lora_path")
         try:
             await asyncio.to_thread(add_adapter, repository, core, table, body.lora_name, folder, replacing=replaced)
