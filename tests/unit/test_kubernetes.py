@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,8 @@ def test_an_orchestrator_that_spawns_is_on_one_node(tmp_path: Path) -> None:
         ({"gateway_secret": "clients"}, "--gateway-image IMAGE"),
         ({"inference_pool": "llama-epp"}, "--gateway-image IMAGE"),
         ({"inference_pool": "Epp:x", "gateway_image": "me/trtserve"}, "NAME:PORT"),
+        ({"inference_pool": "epp:65536", "gateway_image": "me/trtserve"}, "a port of 1 to 65535"),
+        ({"inference_pool": "epp", "gateway_image": "me/trtserve", "gateway_secret": "clients"}, "pickers send no key"),
     ],
 )
 def test_impossible_options_are_refused(wrong: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -324,7 +327,7 @@ INFERENCE_POOL: dict[str, Any] = {
 }
 
 
-GATEWAY = {"gateway_image": "me/trtserve", "gateway_secret": "clients"}
+GATEWAY: dict[str, Any] = {"gateway_image": "me/trtserve", "gateway_secret": "clients"}
 
 
 def objects_of(job: ClusterJob) -> list[dict[str, Any]]:
@@ -360,6 +363,9 @@ def test_a_gateway_in_front_of_all_copies_knows_each_by_its_name(tmp_path: Path)
     assert "--api-key-file" in words
     assert container["env"][1]["valueFrom"] == {"secretKeyRef": {"name": "clients", "key": "key"}}
     assert front["spec"]["ports"][0]["port"] == container["ports"][0]["containerPort"]
+    # It says so, because `kubectl apply` leaves a Deployment of the same name.
+    assert any("kubectl delete deployment llama" in note for note in job.notes)
+    assert not any("kubectl delete" in note for note in manifest_of(repository_of(tmp_path / "alone")).notes)
 
 
 def test_a_gateway_finds_the_leaders_of_several_nodes(tmp_path: Path) -> None:
@@ -392,6 +398,11 @@ def test_the_gateway_apis_picker_gets_a_pool_of_gateways(tmp_path: Path, nodes: 
     assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
     _, gateway = template["spec"]["containers"]
     assert pool["spec"]["targetPorts"] == [{"number": gateway["ports"][0]["containerPort"]}]
+    # A container without limits could take the memory of its neighbour, Triton.
+    assert gateway["resources"] == {"requests": {"memory": "512Mi"}, "limits": {"memory": "4Gi"}}
+    # /health is that of the servers: a probe of it would restart a gateway whose Triton loads.
+    assert gateway["livenessProbe"]["httpGet"] == {"path": "/", "port": "openai"}
+    assert gateway["readinessProbe"]["httpGet"]["path"] == "/health"
     words = gateway_settings(gateway)
     assert words[words.index("--url") + 1] == "localhost:8001"
     assert "--no-auth" in words  # the picker has no key; who may ask is the Gateway's business
@@ -399,6 +410,25 @@ def test_the_gateway_apis_picker_gets_a_pool_of_gateways(tmp_path: Path, nodes: 
     assert {"from": [{"namespaceSelector": {}}], "ports": [{"port": "openai"}]} in found["NetworkPolicy"]["spec"][
         "ingress"
     ]
+
+
+@pytest.mark.parametrize("port", ["http", "grpc", "metrics"])
+def test_triton_and_the_gateway_of_a_pod_have_different_ports(tmp_path: Path, port: str) -> None:
+    ports: dict[str, Any] = {f"{port}_port": 9000}
+    spec = ServerSpec(**ports)
+    repository, pool = repository_of(tmp_path), {"gateway_image": "me/trtserve", "inference_pool": "llama-epp"}
+    with pytest.raises(UsageError, match=f"--{port}-port is 9000, where the gateway"):
+        manifest_of(repository, spec, **pool)
+    assert manifest_of(repository, spec, **GATEWAY).files  # a gateway of its own pod does not meet Triton
+
+
+@pytest.mark.parametrize("pool", [True, False])
+def test_a_pool_that_everyone_reaches_is_warned_of(tmp_path: Path, pool: bool) -> None:
+    told, cluster = Lines(), KubernetesSpec(claim="models", **GATEWAY)
+    if pool:
+        cluster = replace(cluster, gateway_secret=None, inference_pool="epp")
+    plan_job(repository_of(tmp_path), ServerSpec(), cluster, tmp_path / "server.yaml", progress=told)
+    assert any("pods of all namespaces reach them" in text for text in told.warnings) == pool
 
 
 def test_a_gateways_words_are_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

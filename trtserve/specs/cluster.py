@@ -19,7 +19,7 @@ _WORD = re.compile(r"[A-Za-z0-9_.,:=@/+-]+")
 _TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 _MPI = re.compile(r"pmix(_v\d+)?")
 _DNS = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
-_PICKER = re.compile(_DNS.pattern + r"(:[1-9][0-9]{0,4})?")
+_PICKER = re.compile(_DNS.pattern + r"(:(?P<port>[1-9][0-9]{0,4}))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +117,19 @@ class KubernetesOptions(Spec):
                 "A gateway would answer every pod of the cluster: give clients a key with --gateway-secret NAME.",
                 hint="kubectl create secret generic NAME --from-literal=key=$(openssl rand -hex 24)",
             )
-        if self.inference_pool is not None and not _PICKER.fullmatch(self.inference_pool):
-            raise UsageError(
-                f"--inference-pool is {self.inference_pool!r}; expected the Service of the endpoint picker, NAME or "
-                "NAME:PORT."
-            )
+        if self.inference_pool is not None:
+            picker = _PICKER.fullmatch(self.inference_pool)
+            if picker is None or int(picker["port"] or 1) > 65535:
+                raise UsageError(
+                    f"--inference-pool is {self.inference_pool!r}; expected the Service of the endpoint picker, NAME "
+                    "or NAME:PORT with a port of 1 to 65535."
+                )
+            if self.gateway_secret:
+                raise UsageError(
+                    "--gateway-secret cannot be used with --inference-pool: endpoint pickers send no key, so the "
+                    "gateways would refuse them their metrics.",
+                    hint="Leave --gateway-secret out, and let the Gateway in front of the pool ask clients for a key.",
+                )
         for name in ("claim", "namespace", "hf_secret", "ssh_secret", "pull_secret", "gateway_secret"):
             value = getattr(self, name)
             if value and not _DNS.fullmatch(value):

@@ -34,6 +34,13 @@ SSH_PORT = 2222  # not 22, so that pods on the host's network do not meet the no
 _GATEWAY_PORT = 9000
 _PICKER_PORT = 9002
 """Port of an endpoint picker where --inference-pool names none."""
+_GATEWAY_MEMORY = {"request": "512Mi", "limit": "4Gi"}
+"""Memory of a gateway's container.
+
+The request: its processes with a tokenizer.json of 9 MiB, as Llama 3 has, take 460 MiB (`server/engine_fit.py` has the
+measured parts: process and tokenizer 182, two that encode 256, two that render templates 22). The limit: 1.3 GiB with a
+tokenizer.json of 33 MB, 0.4 GiB for large bodies, and two helpers at their bound of 1 GiB each.
+"""
 _STARTUP_PERIOD = 10  # seconds between two probes of a server that is starting
 _SCRIPTS, _SSH = "/trtserve/scripts", "/trtserve/ssh"
 _LONGEST_NAME = 50  # Pods of a LeaderWorkerSet are called NAME-GROUP-INDEX, and a host name has 63 characters at most
@@ -101,6 +108,17 @@ def plan_job(
     in_volume = _in_volume(repository.path.absolute(), Path(cluster.mount_path))
     setup = server_setup(name, in_volume, served, spec, CONTAINER_TRITON, address, unique_prefix(name))
     setup = replace(setup, bound=not served.embedded)
+    if cluster.inference_pool is not None:
+        ports = {"http": address.http_port, "grpc": address.grpc_port, "metrics": address.metrics_port}
+        if taken := [name for name, port in ports.items() if port == _GATEWAY_PORT]:
+            raise UsageError(
+                f"--{taken[0]}-port is {_GATEWAY_PORT}, where the gateway in each pod of --inference-pool listens.",
+                hint="Choose another port for Triton; the ports of a pod need not be free on its node.",
+            )
+        progress.warn(
+            "The gateways of an InferencePool ask for no key, and pods of all namespaces reach them: let the Gateway "
+            "in front decide who may use the server, or narrow the NetworkPolicy."
+        )
     image = image_of(spec.container) if spec.container else containers_of(setup.release)[-1].image
     require_sound_files(repository, spec, progress, volume=Path(cluster.mount_path))
     launch = launch_mode(served, spec).compose(setup, served, spec, nodes=cluster.nodes)
@@ -111,7 +129,8 @@ def plan_job(
     nodes = [0, *pods] if spec.multi_model else pods
     engines = place_engines(repository, served, spec, nodes, each, progress)
     port = follower_port(served.engine) if served.starts_workers and cluster.nodes > 1 else None
-    manifest = _manifest(setup, launch, cluster, object_name(name), image, each, followers=port)
+    called = object_name(name)
+    manifest = _manifest(setup, launch, cluster, called, image, each, followers=port)
     if cluster.nodes > 1 and spec.container is None:
         progress.warn(
             f"{image} has no sshd, which pods need to start ranks: use --container with an image that has it."
@@ -123,7 +142,12 @@ def plan_job(
     if cluster.inference_pool is not None:
         kinds = (*kinds, "InferencePool")
     elif cluster.gateway_image is not None:
-        kinds = ("StatefulSet", "Service", "Service") if cluster.nodes == 1 else kinds
+        if cluster.nodes == 1:
+            kinds = ("StatefulSet", "Service", "Service")
+            notes.append(
+                f"A Deployment {called} of an earlier manifest would stay and keep its GPUs. Delete it first: "
+                f"kubectl delete deployment {called}{f' -n {cluster.namespace}' if cluster.namespace else ''}"
+            )
         kinds = (*kinds, "Deployment", "Service")
     return ClusterJob(
         files={place: manifest},
@@ -244,6 +268,7 @@ def _gateway(setup: LaunchSetup, cluster: KubernetesSpec, name: str) -> dict[str
     return {
         "image": cluster.gateway_image,
         "port": _GATEWAY_PORT,
+        "memory": _GATEWAY_MEMORY,
         "picker": picker,
         "picker_port": int(port or _PICKER_PORT),
         "script": 'umask 077; printenv TRTSERVE_API_KEY > /tmp/key; exec trtserve "$0" "$@"',
