@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +27,7 @@ import pytest
 from tests.support.echo_targets import echo_target, requests, target_at
 from tests.support.tiny_models import write_byte_tokenizer
 from trtserve.bench.echo_server import Echo, Spoken, running_echo
+from trtserve.bench.monitoring import LoadSampler, Totals
 from trtserve.bench.records import RequestRecord
 from trtserve.bench.run import calibrate
 from trtserve.bench.statistics import compute, percentile
@@ -31,7 +35,7 @@ from trtserve.bench.transport import Chunk
 from trtserve.bench.worker import Load, LoadOutcome, run_load
 from trtserve.cli import run
 from trtserve.client.http_transport import HttpPool, Pressure, http_request
-from trtserve.errors import MissingDependencyError, ServerUnreachableError
+from trtserve.errors import BenchmarkError, MissingDependencyError, ServerUnreachableError
 
 MS = 1_000_000
 
@@ -101,6 +105,25 @@ def test_a_stalled_server_cannot_hide_its_stall() -> None:
     behind = [record for record in records if record.sent_ns and record.sent_ns - record.intended_ns > 200 * MS]
     assert len(behind) >= 20
     assert compute(records).delivered_ratio is not None
+
+
+def test_a_worker_that_a_signal_has_stopped_ends_the_run() -> None:
+    others = set(multiprocessing.active_children())
+
+    class Sampler(LoadSampler):
+        def begin(self, totals: Callable[[], Totals]) -> None:
+            workers = set(multiprocessing.active_children()) - others
+            os.kill(min(each.pid or 0 for each in workers), signal.SIGSTOP)
+
+        def end(self) -> None:
+            pass
+
+    with echo_target(Echo(spoken="http-stream")) as target:
+        others |= set(multiprocessing.active_children())
+        load = Load(target=target, requests=requests(40), concurrency=2)
+        with pytest.raises(BenchmarkError, match=r"stopped by a signal \(SIGSTOP\), and was ended"):
+            run_load(load, workers=2, sampler=Sampler())
+        assert set(multiprocessing.active_children()) <= others
 
 
 def test_workers_send_every_request_once_and_pool_their_records() -> None:

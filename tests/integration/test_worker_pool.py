@@ -216,16 +216,22 @@ def test_interrupts_do_not_abandon_processes(tmp_path: Path, monkeypatch: pytest
     require_ended(made)
 
 
-def test_killed_process_ends_the_others_with_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [(signal.SIGKILL, r"ended by signal 9 \(SIGKILL\)"), (signal.SIGSTOP, r"stopped by a signal \(SIGSTOP\)")],
+)
+def test_killed_or_stopped_process_ends_the_others_with_an_error(
+    number: signal.Signals, told: str, tmp_path: Path
+) -> None:
     here = in_caller()
 
     def job(_: int) -> int:
         if not here():
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
         return 1
 
     made = Workers(tmp_path / "record", job)
-    with pytest.raises(ConversionError, match=r"ended by signal 9 \(SIGKILL\)"):
+    with pytest.raises(ConversionError, match=told):
         run_all(itertools.count(), made, lambda _: None, count=3)
     for process in set(made.noted("came")) - {os.getpid()}:
         assert gone(process)

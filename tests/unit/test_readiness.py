@@ -84,7 +84,7 @@ def test_a_triton_among_ranks_that_has_missed_its_stub_is_started_again(
     monkeypatch.setattr(start, "python_stubs", stubs.__getitem__)
     monkeypatch.setattr(start, "tree", lambda _: set())
     monkeypatch.setattr(start, "came_up", lambda *_, **__: False)
-    monkeypatch.setattr("trtserve.gateway.standstill.Halts.lasting", lambda *_: [])
+    monkeypatch.setattr("trtserve.process.halts.Halts.lasting", lambda *_: [])
     monkeypatch.setattr(ProcessId, "alive", lambda _: True)
     monkeypatch.setattr("trtserve.gateway.standstill.work_done", lambda stub: now if stub.pid // 100 == busy else 0.0)
     monkeypatch.setattr(time, "monotonic", lambda: now)

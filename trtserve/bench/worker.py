@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -32,6 +32,7 @@ from trtserve.bench.monitoring import HealthMonitor, Live, LoadSampler, Totals, 
 from trtserve.bench.records import RequestRecord, Status, TrafficRequest, pooled
 from trtserve.bench.transport import Chunk, LoadTarget, SendError, make_transport
 from trtserve.errors import BenchmarkError, RequestError, ServerUnreachableError, TrtserveError
+from trtserve.process.halts import HALTED, halted_workers_end
 
 CANCEL_TIMEOUT = 5.0
 _OPENED = 32  # connections of an open loop without a limit; more are opened when these are busy
@@ -502,13 +503,17 @@ class _Children:
 
     def _collect(self) -> list[Any]:
         """Return one message of each worker; an interrupt makes them stop and still answer."""
+        with halted_workers_end(lambda: [each.pid for each in self._processes if each.pid is not None]) as halted:
+            return self._answers(halted)
+
+    def _answers(self, halted: Collection[int]) -> list[Any]:
         answers: dict[Connection, Any] = {}
         deadline: float | None = None
         while len(answers) < len(self._pipes):
             waiting = [pipe for pipe in self._pipes if pipe not in answers]
             try:
                 for pipe in wait(waiting, timeout=0.5):
-                    answers[pipe] = _received(pipe)  # type: ignore[index, arg-type]
+                    answers[pipe] = _received(pipe, halted)  # type: ignore[index, arg-type]
             except KeyboardInterrupt:
                 self.interrupted = True
                 deadline = time.monotonic() + _END_TIMEOUT
@@ -520,10 +525,12 @@ class _Children:
         return [answers[pipe] for pipe in self._pipes]
 
 
-def _received(pipe: Connection) -> Any:
+def _received(pipe: Connection, halted: Collection[int]) -> Any:
     try:
         answer = pipe.recv()
-    except EOFError:
+    except (EOFError, OSError):  # in the middle of an answer
+        if halted:
+            raise BenchmarkError(f"A worker process {HALTED}, and was ended: measure again.") from None
         raise BenchmarkError(
             "A worker process ended unexpectedly.", hint="It may have been killed for its memory: use fewer --workers."
         ) from None

@@ -17,11 +17,12 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from typing import NoReturn, TypeVar
 
 from trtserve.errors import ConversionError
+from trtserve.process.halts import HALTED, halted_workers_end
 from trtserve.process.signals import ENDING, end_with_parent, held_back
 
 J = TypeVar("J")
@@ -68,14 +69,15 @@ def run_all(
         def help_out(place: int) -> _Failure | None:
             return _work(board, place, jobs, worker, alone, end_without_caller)
 
-        try:
-            for place in range(1, count):
-                if not helpers.begin(functools.partial(help_out, place)):
-                    break  # at the process limit, the existing ones do all jobs
-            failure = _work(board, 0, jobs, worker, alone, look)
-        finally:
-            board.stop()
-            helpers.join()
+        with halted_workers_end(helpers.pids) as helpers.halted:
+            try:
+                for place in range(1, count):
+                    if not helpers.begin(functools.partial(help_out, place)):
+                        break  # at the process limit, the existing ones do all jobs
+                failure = _work(board, 0, jobs, worker, alone, look)
+            finally:
+                board.stop()
+                helpers.join()
         failures = [*helpers.failures, *([failure] if failure else [])]
         if failures:
             raise min(failures, key=lambda each: each[0])[1]
@@ -186,7 +188,12 @@ class _Workers:
 
     def __init__(self) -> None:
         self._running: dict[int, int] = {}
+        self.halted: Collection[int] = ()
+        """Those that were killed because a signal had stopped them."""
         self.failures: list[_Failure] = []
+
+    def pids(self) -> list[int]:
+        return list(self._running)
 
     def begin(self, work: Callable[[], _Failure | None]) -> bool:
         """Fork a process that runs `work`; return whether that was possible."""
@@ -243,6 +250,8 @@ class _Workers:
                 f"A process of the conversion was ended by {how}, not by an error of its own.",
                 hint="The kernel does this when memory runs out (see dmesg). Free some memory and try again.",
             )
+            if child in self.halted:
+                killed = ConversionError(f"A process of the conversion {HALTED}, and was ended: try again.")
             failure = (_LAST, killed)
         if failure is not None:
             self.failures.append(failure)

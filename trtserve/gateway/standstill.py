@@ -47,20 +47,6 @@ def _running(program: str, root: ProcessId) -> Mapping[ProcessId, Sequence[str]]
     return found
 
 
-class Halts:
-    """Remembers since when processes are stopped: a short stop, as by a debugger, is not a fault."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._since: dict[ProcessId, float] = {}
-
-    def lasting(self, processes: Iterable[ProcessId]) -> list[ProcessId]:
-        """Return those of the processes that have been stopped for that long."""
-        now = time.monotonic()
-        self._since = {each: self._since.get(each, now) for each in processes if each.halted()}
-        return [each for each, since in self._since.items() if now - since >= self._seconds]
-
-
 class Standstill:
     """Looks again and again whether processes work: use CPU time, or wait for a disk that brings what they ask for."""
 

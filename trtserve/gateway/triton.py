@@ -28,8 +28,9 @@ from trtserve.client.metrics import read_heartbeats
 from trtserve.client.tensors import ModelDescription, stop_request
 from trtserve.gateway.admission import Gate
 from trtserve.gateway.asgi import RefusedError
-from trtserve.gateway.standstill import GatewayBeat, Halts, Hangs, python_stubs, tritonservers
+from trtserve.gateway.standstill import GatewayBeat, Hangs, python_stubs, tritonservers
 from trtserve.process import ProcessId
+from trtserve.process.halts import Halts
 from trtserve.repository.profiles import CORE, POSTPROCESSING, PREPROCESSING
 
 if TYPE_CHECKING:

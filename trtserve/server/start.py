@@ -12,9 +12,10 @@ from dataclasses import replace
 
 from trtserve.errors import PortInUseError, ServerStartError, TrtserveError
 from trtserve.files import locked
-from trtserve.gateway.standstill import Halts, Standstill, python_stubs
+from trtserve.gateway.standstill import Standstill, python_stubs
 from trtserve.nvidia.containers import explained
 from trtserve.process import ProcessId, exit_code, spawn, tree, wait_gone
+from trtserve.process.halts import Halts
 from trtserve.process.signals import stop_signals
 from trtserve.programs.shared.run_folder import VARIABLE
 from trtserve.progress import SILENT, Progress

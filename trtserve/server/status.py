@@ -26,6 +26,7 @@ from trtserve.errors import ServerDiedError, ServerUnreachableError, TrtserveErr
 from trtserve.gateway.standstill import gateway_silence
 from trtserve.host.machine import differences
 from trtserve.process import ProcessId, exit_code, how_it_ended, wait_gone
+from trtserve.process.halts import HALTED
 from trtserve.repository.profiles import CORE
 from trtserve.repository.served import ServedRepository, inspect_repository
 from trtserve.server.discovery import find_server
@@ -36,7 +37,6 @@ from trtserve.server.triton.tritonserver import Address, client_host, is_ready, 
 from trtserve.specs.server import METRICS_PORT
 from trtserve.store import Store
 
-HALTED = "has been stopped by a signal (SIGSTOP)"
 _GATEWAY_SILENT = 4.0
 _EXPLANATION = 5.0  # mpirun reports within this time for which rank it ended the job
 # Name of each rate → the counter of the metrics page whose growth per second it is.

@@ -13,8 +13,9 @@ from contextlib import suppress
 
 from trtserve.client.metrics import read_heartbeats
 from trtserve.errors import ServerDiedError, ServerStartError, TrtserveError
-from trtserve.gateway.standstill import Halts, Hangs, gateway_silence, python_stubs
+from trtserve.gateway.standstill import Hangs, gateway_silence, python_stubs
 from trtserve.process import ProcessId, exit_code, stop_all, tree
+from trtserve.process.halts import HALTED, Halts
 from trtserve.process.signals import stop_signals
 from trtserve.progress import SILENT, Progress
 from trtserve.server.detach import notify
@@ -32,7 +33,7 @@ from trtserve.server.state import (
     recorded_server,
     run_folder,
 )
-from trtserve.server.status import HALTED, Ended, died_error, ended, named_parts, unready_models
+from trtserve.server.status import Ended, died_error, ended, named_parts, unready_models
 from trtserve.server.triton.server_log import limit_size
 from trtserve.server.triton.tritonserver import protect_shared_memory
 from trtserve.specs import ServerSpec
