@@ -10,12 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import numpy as np
 import numpy.typing as npt
 import pytest
 import yaml
 
 from tests.support.bench_records import answered, report_of
+from tests.support.cluster_jobs import manifest_of, relocatable
 from trtserve.bench.report import BenchReport
 from trtserve.cli import run
 from trtserve.errors import UsageError
@@ -24,6 +26,7 @@ from trtserve.pipeline.fleet.handover import dynamo_graph, hand_over, kubernetes
 from trtserve.pipeline.fleet.simulation import Arrivals, Incident, ReplicaSpeed, Simulated, Simulation
 from trtserve.pipeline.fleet.sizing import fitted, simulate, size, waits
 from trtserve.pipeline.tuning.roofline import Offered, serve
+from trtserve.specs import ServerSpec
 
 SPEED = ReplicaSpeed(step=0.02, sequence=0.001, prompt_token=0.0001, request=0.005, slots=8)
 FLEET = """\
@@ -299,8 +302,8 @@ def require_schema(content: Any, kind: str, path: str = "") -> None:
             require_schema(below, kind, f"{path}[]")
 
 
-WORKER = {"metadata": {"labels": {"app": "x"}}, "spec": {"containers": [{"name": "server", "image": "image"}]}}
 LABELS = {"app.kubernetes.io/name": "trtserve", "app.kubernetes.io/instance": "llama"}
+WORKER = {"metadata": {"labels": LABELS}, "spec": {"containers": [{"name": "server", "image": "image"}]}}
 SERVICE = {
     "apiVersion": "v1",
     "kind": "Service",
@@ -348,6 +351,57 @@ def test_kubernetes_objects_fit_the_published_schemas(tmp_path: Path, workload: 
         require_schema({**objects["ScaledObject"], "spec": {"triggers": []}}, "ScaledObject")
 
 
+def handed(tmp_path: Path, **given: Any) -> list[dict[str, Any]]:
+    """Return what a plan makes of a manifest that `start --kubernetes` wrote with these settings."""
+    job = manifest_of(relocatable(tmp_path / "llama"), ServerSpec(name="llama"), ssh_secret="keys", **given)
+    (tmp_path / "llama.yaml").write_text(job.files[job.script], encoding="utf-8")
+    fleet = fleet_of(tmp_path, FLEET.replace("model: org/llama", "manifest: llama.yaml"))
+    (large,) = size(fleet)
+    (written,) = hand_over(fleet, large, tmp_path / "out")
+    return list(yaml.safe_load_all(written.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize(("nodes", "kind"), [(1, "Deployment"), (2, "LeaderWorkerSet")])
+def test_a_manifest_with_a_pool_keeps_its_pool_of_gateways(tmp_path: Path, nodes: int, kind: str) -> None:
+    found = handed(tmp_path, nodes=nodes, gateway_image="me/trtserve", inference_pool="epp")
+    names = [(each["kind"], each["metadata"]["name"]) for each in found]
+    assert len(set(names)) == len(names)  # of two with one name, `kubectl apply` keeps the second
+    objects = {each["kind"]: each for each in found}
+    assert objects[kind]["spec"]["replicas"] == objects["ScaledObject"]["spec"]["maxReplicaCount"] > 1
+    target = objects["ScaledObject"]["spec"]["scaleTargetRef"]
+    assert target == {"apiVersion": objects[kind]["apiVersion"], "kind": kind, "name": "llama"}
+    pool, (rule,) = objects["InferencePool"], objects["HTTPRoute"]["spec"]["rules"]
+    assert pool["spec"]["targetPorts"] == [{"number": 9000}]
+    assert pool["spec"]["endpointPickerRef"]["name"] == "epp"
+    assert rule["backendRefs"][0]["name"] == pool["metadata"]["name"]
+    for each in found:
+        if each["kind"] in SCHEMAS:
+            require_schema(each, each["kind"])
+        elif each["kind"] != "LeaderWorkerSet":
+            kubernetes_validate.validate(each, "1.34", strict=True)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_gateway_with_a_fixed_list_of_replicas_is_refused(tmp_path: Path, nodes: int) -> None:
+    with pytest.raises(UsageError, match="a gateway in front of a fixed list of replicas") as caught:
+        handed(tmp_path, nodes=nodes, gateway_image="me/trtserve", gateway_secret="clients")
+    assert "--inference-pool PICKER" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "StatefulSet"])
+def test_the_model_is_found_by_the_label_of_its_pods(tmp_path: Path, kind: str) -> None:
+    fleet = fleet_of(tmp_path)
+    (large,) = size(fleet)
+    proxy = {**WORKLOADS[0], "metadata": {"name": "proxy"}}
+    proxy["spec"] = {"template": {"metadata": {"labels": {"app.kubernetes.io/name": "trtserve-gateway"}}}}
+    model = {**WORKLOADS[0], "kind": kind}
+    first, second, *around = kubernetes_objects(fleet, large, [proxy, model, SERVICE])
+    assert "replicas" not in first["spec"]
+    assert second["spec"]["replicas"] == large.replicas + large.spare
+    scaled = next(each for each in around if each["kind"] == "ScaledObject")
+    assert scaled["spec"]["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": kind, "name": "llama"}
+
+
 def test_values_fit_the_schema_of_llm_d(tmp_path: Path) -> None:
     fleet = fleet_of(tmp_path)
     (large,) = size(fleet)
@@ -389,9 +443,11 @@ def test_files_are_handed_over_whole(tmp_path: Path) -> None:
     assert not list((tmp_path / "out").glob(".*"))
     with pytest.raises(UsageError, match="has no `manifest`, `job` or `model`"):
         hand_over(fleet_of(tmp_path, FLEET.replace("model: org/llama,", "")), large, tmp_path / "none")
-    (tmp_path / "llama.yaml").write_text("kind: Pod\n", encoding="utf-8")
-    with pytest.raises(UsageError, match="expected a Service and one of"):
-        hand_over(fleet, large, tmp_path / "out")
+    unlabelled = yaml.safe_dump_all([{"kind": "Deployment", "spec": None}, SERVICE])
+    for text in ("kind: Pod\n", unlabelled):
+        (tmp_path / "llama.yaml").write_text(text, encoding="utf-8")
+        with pytest.raises(UsageError, match=r"expected a Service and one of .* app.kubernetes.io/name: trtserve"):
+            hand_over(fleet, large, tmp_path / "out")
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

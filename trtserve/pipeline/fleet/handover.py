@@ -23,8 +23,15 @@ from trtserve.files import LARGEST_YAML, read_text, writing
 from trtserve.pipeline.fleet import Fleet, ShapeOption
 from trtserve.pipeline.fleet.sizing import Sized
 
-_WORKLOADS = {"Deployment": "apps/v1", "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1"}
 Object = dict[str, Any]
+_PODS = {
+    "Deployment": ("template",),
+    "StatefulSet": ("template",),
+    "LeaderWorkerSet": ("leaderWorkerTemplate", "leaderTemplate"),
+}
+"""Kind of a workload → where its spec describes the pods that answer."""
+_APP, _MODEL = "app.kubernetes.io/name", "trtserve"
+"""The label of the pods that serve the model; those of a gateway in front have another value."""
 
 
 def hand_over(fleet: Fleet, sized: Sized, folder: Path) -> list[Path]:
@@ -73,19 +80,38 @@ def _manifest(path: Path) -> list[Object]:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise UsageError(f"{path} is not YAML: {str(error).splitlines()[0]}.") from None
     kinds = [each.get("kind") if isinstance(each, dict) else None for each in found]
-    if sum(kind in _WORKLOADS for kind in kinds) != 1 or "Service" not in kinds:
+    apps = [_app(each) for each, kind in zip(found, kinds, strict=True) if kind in _PODS]
+    if apps.count(_MODEL) != 1 or "Service" not in kinds:
         raise UsageError(
-            f"{path} has {', '.join(map(str, kinds))}; expected a Service and one of {', '.join(_WORKLOADS)}.",
+            f"{path} has {', '.join(map(str, kinds))}; expected a Service and one of {', '.join(_PODS)}, whose pods "
+            f"have the label {_APP}: {_MODEL}.",
             hint="Write it: trtserve start NAME --kubernetes, or helm template NAME examples/deploy/chart",
+        )
+    if len(apps) > 1:
+        raise UsageError(
+            f"{path} has a gateway in front of a fixed list of replicas, but a fleet changes their number.",
+            hint="Write it with --inference-pool PICKER instead of --gateway-secret: each replica then has a gateway.",
         )
     return found
 
 
+def _app(workload: Object) -> object:
+    """Return the label that says what the pods of a workload are."""
+    found: Any = workload
+    for key in ("spec", *_PODS[workload["kind"]], "metadata", "labels", _APP):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
 def kubernetes_objects(fleet: Fleet, sized: Sized, manifest: Sequence[Object]) -> list[Object]:
-    """Return the manifest with all replicas, what scales them between night and peak, and the inference gateway."""
+    """Return the manifest with all replicas, what scales them between night and peak, and the inference gateway.
+
+    An InferencePool of the manifest stays as it is: its targets are the gateways in the pods.
+    """
     objects, shape = [dict(each) for each in manifest], fleet.shapes[sized.shape]
-    workload = next(each for each in objects if each["kind"] in _WORKLOADS)
+    workload = next(each for each in objects if each["kind"] in _PODS and _app(each) == _MODEL)
     service = next(each for each in objects if each["kind"] == "Service")
+    pool = next((each["metadata"]["name"] for each in objects if each["kind"] == "InferencePool"), None)
     whole, name = sized.replicas + sized.spare, workload["metadata"]["name"]
     workload["spec"] = {**workload["spec"], "replicas": whole}
     ports = [each for each in service["spec"]["ports"] if each.get("name", "http").startswith("http")]
@@ -93,7 +119,7 @@ def kubernetes_objects(fleet: Fleet, sized: Sized, manifest: Sequence[Object]) -
     around = _filled(
         "around.yaml",
         name=name,
-        version=_WORKLOADS[workload["kind"]],
+        version=workload["apiVersion"],
         kind=workload["kind"],
         fewest=max(1, round(whole * min(fleet.traffic.day))),
         most=whole,
@@ -103,9 +129,10 @@ def kubernetes_objects(fleet: Fleet, sized: Sized, manifest: Sequence[Object]) -
         threshold=shape.max_batch_size // 4 or 1,
         labels=dict(service["spec"]["selector"]),
         port=int((ports or service["spec"]["ports"])[0]["port"]),
+        pool=pool or name,
         picker=f"{name}-picker",
     )
-    return [*objects, *around]
+    return [*objects, *(each for each in around if pool is None or each["kind"] != "InferencePool")]
 
 
 def slurm_script(shape: ShapeOption, sized: Sized, job: Path) -> str:
