@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -112,6 +113,66 @@ def test_a_process_without_file_descriptors(process: str, repository: Path, tmp_
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
         wait_until(lambda: one.record().state == "ready")
         assert one.record().restarts == 0
+
+
+# A model that takes as much memory as it is asked for, and gives it back.
+TAKES = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        answers = []
+        for request in requests:
+            size = int(pb_utils.get_input_tensor_by_name(request, "BYTES").as_numpy()[0])
+            taken = np.ones(size, np.int8)
+            answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("TAKEN", np.array([taken.size]))]))
+        return answers
+"""
+_LARGE = 1 << 26
+TENSOR = '{ name: "%s" data_type: TYPE_INT64 dims: [1] }'
+
+
+@pytest.mark.parametrize("process", ["takes", "gateway"])
+def test_a_process_without_memory(process: str, repository: Path, tmp_path: Path) -> None:
+    version = repository / "takes" / "1"
+    version.mkdir(parents=True)
+    (version / "model.py").write_text(TAKES)
+    tensors = f"input [{TENSOR % 'BYTES'}]\noutput [{TENSOR % 'TAKEN'}]\n"
+    (repository / "takes" / "config.pbtxt").write_text(f'name: "takes"\nbackend: "python"\n{tensors}')
+
+    with supervised(repository, tmp_path / "home", "--restart", "on-failure", gateway=True) as one:
+        one.ready()
+
+        def take(size: int, padding: int = 0) -> int:
+            tensor = {"name": "BYTES", "shape": [1], "datatype": "INT64", "data": [size]}
+            return one.post("/v2/models/takes/infer", {"inputs": [tensor], "parameters": {"x": "x" * padding}})
+
+        wait_until(lambda: take(_LARGE) == 200)
+        pid = one.victim(process)
+        used = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.prlimit(pid, resource.RLIMIT_AS, (used + _LARGE // 4, resource.RLIM_INFINITY))
+        if process == "takes":
+            assert [take(_LARGE), take(1), take(_LARGE)] == [500, 200, 500]
+        else:
+            assert take(1, padding=_LARGE) in (0, 500, 503)
+        with contextlib.suppress(ProcessLookupError):  # it may have ended
+            resource.prlimit(pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        wait_until(lambda: take(_LARGE) == 200)
+        wait_until(lambda: one.record().state == "ready")
+        assert process == "gateway" or one.record().restarts == 0
+
+
+def test_status_names_memory_when_the_kernel_has_killed_a_process(repository: Path, tmp_path: Path) -> None:
+    with supervised(repository, tmp_path / "home") as one:
+        one.ready()
+        os.kill(one.victim("probe"), signal.SIGKILL)  # as the kernel does when memory runs out
+        wait_until(lambda: one.record().state == "failed")
+        line = [sys.executable, "-m", "trtserve", "status", one.name]
+        told = subprocess.run(line, env=environment(tmp_path / "home"), capture_output=True, text=True, check=False)
+        assert "1 of 1 Python stubs have ended (probe)" in told.stderr
+        assert "usually for lack of memory" in told.stderr
 
 
 def test_a_start_without_file_descriptors(repository: Path, tmp_path: Path) -> None:

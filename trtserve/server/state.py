@@ -304,7 +304,8 @@ def forget(server: Server, store: Store, *, failure: Failure | None = None) -> N
 
 
 def failure_of(error: TrtserveError, exit_code: int | None = None) -> Failure:
-    return Failure(time=time.time(), message=error.message, exit_code=exit_code, log=error.log)
+    message = "\n".join(filter(None, (error.message, error.hint)))
+    return Failure(time=time.time(), message=message, exit_code=exit_code, log=error.log)
 
 
 def start_lock(name: str, store: Store) -> Path:
