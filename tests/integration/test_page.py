@@ -52,6 +52,7 @@ class Scripted:
         self.gone = False
         self.key = ""
         self.error = ""
+        self.refusal: dict[str, str] = {}
         self.model = "m"
         self.modalities = ["text"]
         self.defaults: dict[str, float] = {}
@@ -76,6 +77,9 @@ class Scripted:
             route.fulfill(body=f'nv_trtserve_tokens_total{{token_type="generated"}} {self.generated}\n')
         else:
             self.asked.append(json.loads(route.request.post_data)["messages"])
+            if self.refusal:
+                route.fulfill(status=400, json={"error": self.refusal})
+                return
             events: list[dict[str, Any]] = [{"choices": [{"delta": part}]} for part in self.parts]
             events += [{"error": {"message": self.error}}] if self.error else []
             events.append({"choices": [{"delta": {}, "finish_reason": self.reason}]})
@@ -239,9 +243,13 @@ def test_a_key_is_asked_for_in_plain_words_and_its_field_stays_at_hand(page: Any
         page.get_by_role("button", name="Enter an API key").click()
         assert page.evaluate("document.activeElement.id") == "key"
         page.locator("#key").fill(key)
-        page.keyboard.press("Enter")
+        if key == "wrong":
+            page.keyboard.press("Enter")
+        else:
+            page.get_by_role("button", name="Use key").click()
         wait_until(lambda said=said: page.locator("#state").text_content() == said)  # type: ignore[misc]
         if key == "wrong":
+            wait_until(lambda said=said: page.locator(".assistant .error").text_content() == said)  # type: ignore[misc]
             page.keyboard.press("Escape")
             assert not page.locator("#side").is_visible()
     wait_until(lambda: not page.locator("#side").is_visible())
@@ -251,14 +259,36 @@ def test_a_key_is_asked_for_in_plain_words_and_its_field_stays_at_hand(page: Any
     assert count(page, ".turn") == 2
 
 
-def test_a_question_without_an_answer_goes_with_its_error_when_the_next_is_asked(page: Any, server: Scripted) -> None:
+def test_a_question_without_an_answer_stays_and_the_model_does_not_read_it(page: Any, server: Scripted) -> None:
     server.gone = True
     ask(page, "First")
     server.gone, server.parts = False, [{"content": "Hello"}]
     ask(page, "Second")
-    assert page.locator(".turn .words").all_text_contents() == ["Second", "Hello"]
     assert server.asked == [[{"role": "user", "content": "Second"}]]
-    assert count(page, ".error:visible") == 0
+    for _ in range(2):
+        assert page.locator(".turn .words").all_text_contents() == ["First", "", "Second", "Hello"]
+        assert page.locator(".turn .error").all_text_contents() == ["The server does not answer."]
+        assert count(page, ".again") == 1
+        page.reload()
+        wait_until(lambda: page.locator("#state").text_content() == "ready")
+    page.get_by_role("button", name="Edit this question").click()
+    assert page.locator("#question").input_value() == "First"
+    assert page.locator(".turn .words").all_text_contents() == ["Second", "Hello"]
+    ask(page, " again")
+    assert [each["content"] for each in server.asked[-1]] == ["Second", "Hello", "First again"]
+
+
+def test_a_prompt_that_is_too_long_can_be_edited_but_not_asked_again(page: Any, server: Scripted) -> None:
+    server.refusal = {"message": "Prompt length (9) exceeds maximum.", "code": "context_length_exceeded"}
+    ask(page, "Too long")
+    note = "Prompt length (9) exceeds maximum. Shorten the question, or start a new chat."
+    assert page.locator(".assistant .error").text_content() == note
+    assert page.get_by_role("button", name="Retry").count() == 0
+    page.get_by_role("button", name="Edit this question").click()
+    assert (count(page, ".turn"), count(page, "#talks li")) == (0, 0)
+    server.refusal, server.parts = {}, [{"content": "Hello"}]
+    ask(page, ", now short")
+    assert server.asked[-1] == [{"role": "user", "content": "Too long, now short"}]
 
 
 def test_settings_last_as_long_as_the_tab(page: Any) -> None:
