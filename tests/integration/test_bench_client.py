@@ -288,6 +288,7 @@ def test_command_measures_an_openai_server(
     assert report["calibration"]["protocol"] == "openai-stream"
     assert report["machine"]["server_here"] is True
     assert 0 <= report["machine"]["other_programs"] < report["machine"]["cpus"] + 1
+    assert 0 <= report["machine"]["server_waited"] <= 1
     assert report["statistics"]["output_tokens_per_request"] == 8
     assert "trtserve" in report["versions"]
 

@@ -383,13 +383,14 @@ def test_a_report_of_one_run_says_what_its_verdict_means(tmp_path: Path) -> None
 @pytest.mark.needs("vl_convert")
 def test_a_report_begins_with_what_was_measured_and_says_where(tmp_path: Path) -> None:
     precision = {"weights_precision": "float16", "compute_precision": "bf16", "kv_precision": "u8"}
-    machine = {"cpus": 2, "server_here": True, "other_programs": None}
+    machine = {"cpus": 2, "other_programs": 0.911, "server_here": True, "server_waited": None}
     write_plots([made(1, runtime="openvino", precision=precision, machine=machine)], tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     lengths = "16 tokens in a prompt and 8 in an answer, on average"
     begins = text.partition("<h1>")[0]
     assert f"runtime openvino · weights float16, arithmetic bf16, KV cache u8 · {lengths}<" in begins
-    assert "<dt>Machine</dt><dd>cpus 2, client and server on this machine</dd>" in text
+    used = "other programs used 0.9 of 2 processors on average"
+    assert f"<dt>Machine</dt><dd>cpus 2, {used}, client and server on this machine</dd>" in text
     write_plots([made(1)], tmp_path / "unknown.html")
     assert f"<br>{lengths}<" in (tmp_path / "unknown.html").read_text()
 

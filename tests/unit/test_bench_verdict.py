@@ -96,6 +96,32 @@ def test_a_client_that_waited_for_a_processor_says_who_had_it(machine: dict[str,
     assert "; the client waited 2.2 s of 6.1 s for a processor, so its times are up to 72 ms late. " + end in reason
 
 
+BUSY = {"cpus": 2, "load_average": 8.2, "server_here": True, "other_programs": 0.911, "server_waited": 0.43}
+
+
+def test_other_programs_that_took_processors_from_the_server_disturb_the_figures() -> None:
+    verdict = report_of(STEADY, machine=BUSY, calibration=CALIBRATION, health=(WorkerHealth(seconds=20),)).verdict
+    assert str(verdict) == (
+        "disturbed: load 8.2 on 2 cores, other programs used 0.9 of them; the server waited for a processor 43% of the "
+        "time it had work. Close other programs, or measure when they are idle."
+    )
+    unknown = report_of(STEADY, machine=BUSY | {"server_waited": None}, calibration=CALIBRATION).verdict
+    assert "the server may have waited for them" in str(unknown)
+
+
+@pytest.mark.parametrize(
+    "calm",
+    [
+        {"other_programs": 0.2},  # the server competes with itself and the client
+        {"server_waited": 0.05},  # it wanted no more than it got
+        {"cpus": 64},
+        {"server_here": False, "server_waited": None},
+    ],
+)
+def test_other_programs_that_took_nothing_from_the_server_do_not(calm: dict[str, object]) -> None:
+    assert report_of(STEADY, machine=BUSY | calm, calibration=CALIBRATION).verdict.valid
+
+
 def test_100_requests_without_a_trend_are_steady() -> None:
     """MSER-5 sees a change in one of ten such runs, since it looks for the best of many cuts."""
     for seed in range(40):

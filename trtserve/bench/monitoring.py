@@ -155,7 +155,7 @@ def _run_queue_ns() -> int:
 
 
 class OtherPrograms:
-    """How many processors programs used that are neither the client nor its server, from its making on."""
+    """What programs that are neither the client nor its server took of the processors, from its making on."""
 
     def __init__(self, server: Sequence[int]) -> None:
         import psutil
@@ -164,11 +164,20 @@ class OtherPrograms:
         for pid in server:
             with suppress(psutil.Error):
                 self._processes.append(psutil.Process(pid))
-        self._began, self._before = time.monotonic(), self._used()
+        self._server = tuple(server)
+        self._began, self._before, self._threads = time.monotonic(), self._used(), _thread_times(self._server)
 
     def processors(self) -> float:
-        """Return their number, on average."""
+        """Return how many processors they used on average."""
         return max(0.0, self._used() - self._before) / max(1e-9, time.monotonic() - self._began)
+
+    def server_waited(self) -> float | None:
+        """Return the part of the time it had work that the server waited for a processor; None: unknown."""
+        ran = waited = 0
+        for thread, times in _thread_times(self._server).items():
+            before = self._threads.get(thread, (0, 0))
+            ran, waited = ran + times[0] - before[0], waited + times[1] - before[1]
+        return waited / (ran + waited) if ran + waited else None
 
     def _used(self) -> float:
         """Return the seconds of processors that other programs have used since the machine was started."""
@@ -180,6 +189,16 @@ class OtherPrograms:
             with suppress(psutil.Error):
                 seconds -= sum(process.cpu_times()[:2])
         return seconds
+
+
+def _thread_times(processes: Sequence[int]) -> dict[str, tuple[int, int]]:
+    """Return the nanoseconds that each thread of these processes has run, and has waited for a processor."""
+    found = {}
+    for each in (path for pid in processes for path in Path(f"/proc/{pid}/task").glob("*/schedstat")):
+        with suppress(OSError, ValueError):  # a thread that has ended, or a kernel without scheduler statistics
+            ran, waited, _ = each.read_text().split()
+            found[str(each)] = int(ran), int(waited)
+    return found
 
 
 INTERVAL = 0.5
@@ -202,6 +221,7 @@ class Samples:
     server: dict[str, dict[str, Real]] = field(default_factory=dict)
     """Model → counter → growth from the first to the last reading of the metrics page."""
     others: Real | None = None  # processors that programs besides client and server used on average; None: unknown
+    server_waited: Real | None = None  # part of the time it had work that the server waited for a processor
     tokens: dict[str, Real] = field(default_factory=dict)
     """Growth of the core models' token counters: prompt and generated."""
 
@@ -236,7 +256,7 @@ class LoadSampler:
         """Stop sampling, and read the server's counters for the last time."""
         self._stopped.set()
         self._thread.join()
-        self.samples.others = self._others.processors()
+        self.samples.others, self.samples.server_waited = self._others.processors(), self._others.server_waited()
         after = self._page()
         if self._before is None or after is None:
             return

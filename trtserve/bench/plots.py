@@ -404,8 +404,7 @@ _MEANINGS: Mapping[Judgement, str] = {
     "valid": "the client kept up, the figures did not drift, and they agree with each other and with the machine.",
     "implausible": "the figures contradict each other or what the machine can do; do not use them.",
     "client-limited": "the client was at its own limit, so the server may be faster than the figures.",
-    "disturbed": "something kept the client from sending and reading in time, so the server may be faster than the "
-    "figures.",
+    "disturbed": "something kept the client or the server from its work, so the server may be faster than the figures.",
     "overloaded": "the server could not keep up with the load, so the times tell how long its queue grew.",
     "not-steady": "the figures were still changing at the end, or are too few; a longer run may give others.",
 }
@@ -555,16 +554,21 @@ def _sources(report: BenchReport) -> Iterator[str]:
     for name, value in facts.items():
         text = value
         if isinstance(value, Mapping):
-            text = ", ".join(_fact(*each) for each in value.items() if each[1] not in (None, False))
+            text = ", ".join(_fact(*each, value) for each in value.items() if each[1] not in (None, False))
         if text:
             yield f"<dt>{name}</dt><dd>{html.escape(str(text))}</dd>"
 
 
-_LABELS = {"server_here": "client and server on this machine", "other_programs": "processors busy with other programs"}
+_FACTS = {
+    "server_here": "client and server on this machine",
+    "other_programs": "other programs used {other_programs:.1f} of {cpus} processors on average",
+    "server_waited": "the server waited for a processor {server_waited:.0%} of the time it had work",
+}
 
 
-def _fact(name: str, value: object) -> str:
-    name = _LABELS.get(name, name)
+def _fact(name: str, value: object, facts: Mapping[str, object]) -> str:
+    if name in _FACTS:
+        return _FACTS[name].format(**facts)
     if name.endswith("_bytes") and isinstance(value, int):
         name, value = name.removesuffix("_bytes"), format_bytes(value)
     if value is True:

@@ -94,6 +94,7 @@ class BenchReport(RunFacts):
                 load=self.machine.get("load_average") or 0.0,
                 others=self.machine.get("other_programs"),
                 server=bool(self.machine.get("server_here")),
+                server_waited=self.machine.get("server_waited"),
             ),
             implausible=implausible(
                 self.records,

@@ -95,7 +95,12 @@ def run_benchmark(plan: BenchPlan, *, progress: Progress = SILENT, metrics: str 
         fingerprint=fingerprint(target.engine or served),
         command=command(),
         versions=versions(),
-        machine=machine() | {"other_programs": sampler.samples.others, "server_here": bool(server)},
+        machine=machine()
+        | {
+            "other_programs": sampler.samples.others,
+            "server_here": bool(server),
+            "server_waited": sampler.samples.server_waited,
+        },
         bounds=_bounds(target.engine, served, measured.core_model),
         calibration=calibration,
         health=tuple(outcome.health),

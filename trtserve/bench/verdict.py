@@ -197,7 +197,8 @@ STARVED = 0.2
 _DRIFT = 0.25
 _BACKLOG = 0.1
 
-_OTHERS = 0.15  # part of the processors that other programs may use
+# Part of the processors that other programs may use: they cannot have cost a server that could use all of them more.
+_OTHERS = 0.15
 
 Judgement = Literal["valid", "implausible", "client-limited", "disturbed", "overloaded", "not-steady"]
 
@@ -210,6 +211,17 @@ class Surroundings:
     load: float = 0.0  # the system's load average
     others: float | None = None  # processors that programs besides client and server used on average; None: unknown
     server: bool = False  # whether the server is on this machine too
+    server_waited: float | None = None  # part of the time it had work that it waited for a processor; None: unknown
+
+    @property
+    def crowded(self) -> bool:
+        """Whether other programs used more of the processors than they may."""
+        return self.others is not None and self.others > _OTHERS * (self.processors or 1)
+
+    @property
+    def server_starved(self) -> bool:
+        """Whether a server on this machine waited for processors that other programs used."""
+        return self.server and self.crowded and (self.server_waited is None or self.server_waited > STARVED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,15 +280,15 @@ def _client_limits(statistics: Statistics, health: Sequence[WorkerHealth], *, ca
 def _disturbances(
     statistics: Statistics, health: Sequence[WorkerHealth], surroundings: Surroundings, *, concurrency: int | None
 ) -> list[str]:
-    """Look for what kept the client from sending and reading in time, though it could have done more."""
+    """Look for what kept client or server from their work, though they could have done more."""
     found = []
     latency = statistics.latency_from_send_ms.p50 or 0.0
     late_ms = max(LATE_MS, LATE_SHARE * min(latency, 1e6))
     starved = [
         each for each in health if each.run_queue_ms / 1e3 > STARVED * each.seconds or each.loop_lag_p99_ms > late_ms
     ]
-    if starved:
-        found.append(_starvation(max(starved, key=lambda each: each.run_queue_ms), surroundings))
+    if starved or surroundings.server_starved:
+        found.append(_starvation(max(starved, key=lambda each: each.run_queue_ms, default=None), surroundings))
     for each in health:
         who = f"Worker {each.worker}"
         if each.gc_pause_max_ms > SLOW_GC_MS:
@@ -295,20 +307,27 @@ def _disturbances(
     return found
 
 
-def _starvation(worst: WorkerHealth, around: Surroundings) -> str:
-    """Return who had the processors that the client waited for, how long it waited, and what to do."""
-    waited = f"the client waited {worst.run_queue_ms / 1e3:.1f} s of {worst.seconds:.1f} s for a processor"
-    late = f", so its times are up to {worst.loop_lag_p99_ms:.0f} ms late" if worst.loop_lag_p99_ms >= 1 else ""
+def _starvation(client: WorkerHealth | None, around: Surroundings) -> str:
+    """Return who had the processors that the client's worker or the server waited for, how long, and what to do."""
+    waits = []
+    if client is not None:
+        late = f", so its times are up to {client.loop_lag_p99_ms:.0f} ms late" if client.loop_lag_p99_ms >= 1 else ""
+        waits.append(
+            f"the client waited {client.run_queue_ms / 1e3:.1f} s of {client.seconds:.1f} s for a processor{late}"
+        )
+    if around.server_starved and around.server_waited is not None:
+        waits.append(f"the server waited for a processor {around.server_waited:.0%} of the time it had work")
+    waited = "; ".join(waits) or "the server may have waited for them"
     cores = around.processors or 1
     load = f"load {around.load:.1f} on {cores} core{'s' if cores > 1 else ''}"
     away = "or measure from another machine"
-    if around.others is not None and around.others > _OTHERS * cores:
-        busy = f"{load}, other programs used {around.others:.1f} of them"
-        return f"{busy}; {waited}{late}. Close other programs, {away}."
+    if around.crowded:
+        away = away if client is not None else "or measure when they are idle"
+        return f"{load}, other programs used {around.others:.1f} of them; {waited}. Close other programs, {away}."
     if around.server:
         first = "give the client the processors first (as root: `chrt -f 10 trtserve bench …`)"
-        return f"client and server share this machine ({load}); {waited}{late}. Send less at once, {first}, {away}."
-    return f"{load}; {waited}{late}. Use more --workers, {away}."
+        return f"client and server share this machine ({load}); {waited}. Send less at once, {first}, {away}."
+    return f"{load}; {waited}. Use more --workers, {away}."
 
 
 def _overload(statistics: Statistics, records: Sequence[RequestRecord], *, concurrency: int | None) -> list[str]:
