@@ -25,9 +25,7 @@ NAME = "scripted"
 class ScriptedTriton(Backend):
     """A server with one core model. `script` is the text of every answer; an error in it is raised at its place."""
 
-    def __init__(
-        self, folder: Path, *, decoupled: bool = True, text: bool = False, context_logits: bool | None = None
-    ) -> None:
+    def __init__(self, folder: Path, *, decoupled: bool = True, text: bool = False, logits: bool | None = None) -> None:
         self._lock, self._tasks, self.timeout = asyncio.Lock(), set(), 5.0
         self._endpoint, self.replicas, self.images = Endpoint(), Replicas(Endpoint()), ImageSources()
         self.replicas.first.__dict__["client"] = self  # it answers itself
@@ -51,7 +49,8 @@ class ScriptedTriton(Backend):
                 vocab_size=len(files.tokenizer),
                 max_seq_len=512,
                 adapters=None,
-                context_logits=context_logits,
+                context_logits=logits,
+                generation_logits=logits,
             ),
         )
         self.reset()

@@ -119,12 +119,26 @@ def test_log_probs_of_a_prompt_need_logits_of_the_engine(folder: Path, monkeypat
         assert "did not return the logits of the prompt" in error(complete(client, **asked))[1]
         monkeypatch.setattr(request, "_MOST_LOGITS", 1000)
         assert "allowed for" in error(complete(client, prompt=[5] * 500, **asked))[1]
-    with endpoint_of(ScriptedTriton(folder, context_logits=False)) as client:
+    with endpoint_of(ScriptedTriton(folder, logits=False)) as client:
         status, text, param = error(complete(client, **asked))
         assert (status, param) == (400, "echo")
         assert "--gather-context-logits" in text
     with endpoint_of(ScriptedTriton(folder, text=True)) as client:
         assert "takes token ids" in error(complete(client, **asked))[1]
+
+
+def test_top_log_probs_name_the_clients_field_and_what_to_build(folder: Path) -> None:
+    with endpoint_of(ScriptedTriton(folder, logits=False)) as client:
+        for ask, asked, field in (
+            (chat, {"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
+            (complete, {"logprobs": 2}, "logprobs"),
+        ):
+            status, text, param = error(ask(client, **asked))
+            assert (status, param) == (400, field)
+            assert text.startswith(f"{field} 2 needs the logits of the answer")
+            assert "--gather-generation-logits" in text
+        assert chat(client, logprobs=True).status_code == 200
+        assert complete(client, logprobs=0).status_code == 200
 
 
 def test_keys_of_openais_own_service_have_no_effect(client: TestClient) -> None:

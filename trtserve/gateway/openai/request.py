@@ -207,20 +207,33 @@ def _options(served: ServedModel, body: Sampling, max_tokens: int, tops: int | N
     if body.ignore_eos:
         chosen["end_id"] = _NO_END
     if tops is not None:
-        chosen |= _log_prob_options(served, tops)
+        chosen |= _log_prob_options(served, body, tops)
     if served.model.has("return_num_input_tokens"):
         chosen["return_num_input_tokens"] = True
     return {**chosen, "max_tokens": max_tokens}
 
 
-def _log_prob_options(served: ServedModel, tops: int) -> dict[str, bool]:
+def _log_prob_options(served: ServedModel, body: Sampling, tops: int) -> dict[str, bool]:
     if served.model.has(VLLM_INPUT):
         raise ApiError(
             f"logprobs are not available for {served.model.name!r}, which NVIDIA's vllm backend serves; they are when "
             "the model is imported with --runtime vllm.",
             param="logprobs",
         )
-    return {"return_log_probs": True, **({"return_generation_logits": True} if tops and not served.names_tops else {})}
+    if not tops or served.names_tops:
+        return {"return_log_probs": True}
+    if served.generation_logits is False:
+        field, without = (
+            ("top_logprobs", "logprobs without it")
+            if "top_logprobs" in type(body).model_fields
+            else ("logprobs", "logprobs 0")
+        )
+        raise ApiError(
+            f"{field} {tops} needs the logits of the answer: import or build the model with "
+            f"--gather-generation-logits. {without} works with every engine.",
+            param=field,
+        )
+    return {"return_log_probs": True, "return_generation_logits": True}
 
 
 def _require_context_logits(served: ServedModel, tokens: int) -> None:

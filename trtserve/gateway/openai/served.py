@@ -76,6 +76,8 @@ class ServedModel:
     adapters: LoraNames | None
     context_logits: bool | None = None
     """Whether the engine returns logits of prompts, or None where that is not known."""
+    generation_logits: bool | None = None
+    """Whether the engine returns logits of answers, or None where that is not known."""
     names_tops: bool = False
     """Whether the engine returns the most likely tokens itself, without logits."""
     draws_without_seed: bool = False
@@ -341,6 +343,7 @@ def _describe(
         vocab_size=vocab_size or (None if files is None else len(files.tokenizer)),
         max_seq_len=engine.get("build_config", {}).get("max_seq_len"),
         context_logits=engine.get("build_config", {}).get("gather_context_logits"),
+        generation_logits=engine.get("build_config", {}).get("gather_generation_logits"),
         names_tops=core is not None
         and core.has("num_top_log_probs")
         and core.parameters.get("executor") in _NAMING_TOPS,
