@@ -12,7 +12,6 @@ import pytest
 
 from tests.support.paged_steps import PagedSteps
 from tests.support.tiny_decoders import DECODERS
-from tests.support.torch_models import torch_model
 from trtserve.checkpoint.architectures.base import ClampedGate, Experts
 from trtserve.executor.engine.guided import Guide
 from trtserve.executor.engine.logits_processing import LogitsProcessor
@@ -134,6 +133,7 @@ def test_keys_of_long_sequences_are_shared_out(kind: str, monkeypatch: pytest.Mo
 )
 def test_whole_decoders(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Latent attention, heads of two sizes, chunks, and experts without gates: prompts in chunks, then decode steps."""
+    from tests.support.torch_models import torch_model
     from trtserve.executor.torch import kernels, model, plain_operations
 
     tiny, found = DECODERS[name], []
