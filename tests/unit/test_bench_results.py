@@ -315,6 +315,24 @@ def test_percentages_over_time_have_a_scale_each() -> None:
     assert "row" not in plots["Requests in flight and batch size"]["encoding"]
 
 
+def test_equal_lines_in_one_plot_differ_in_their_dashes() -> None:
+    rows = [{"time_ns": moment * 1e8, "in_flight": 8.0, "batch_size": 8.0} for moment in range(4)]
+    plots = {plot["title"]: plot for plot in chart([made(1, samples=Samples(rows=rows))])["concat"]}
+    dashes = plots["Requests in flight and batch size"]["encoding"]["strokeDash"]["scale"]
+    assert dashes == {"domain": ["in flight", "batch size"], "range": [[1, 0], [5, 5]]}
+
+
+@pytest.mark.needs("vl_convert")
+def test_a_report_draws_its_wide_plot_for_a_phone_too(tmp_path: Path) -> None:
+    rows = [{"time_ns": moment * 1e8, "in_flight": 1.0, "cpu": 90.0} for moment in range(4)]
+    write_plots([made(1, samples=Samples(rows=rows))], tmp_path / "report.html")
+    wide = (tmp_path / "report.html").read_text().partition("<figure class=wide>")[2].partition("</figure>")[0]
+    assert re.findall(r'viewBox="0 0 (\d+) ', wide) == ["490", "1020"]
+    names = re.findall(r' id="([^"]+)"', wide)
+    assert len(names) == len(set(names)) == 2  # each has the colours of its own scale
+    assert set(re.findall(r"url\(#([^)]+)\)", wide)) == set(names)
+
+
 def test_a_long_run_with_a_value_that_is_always_0_is_read_a_few_times_only() -> None:
     class Row(dict[str, float]):
         def get(self, name: str, default: float = 0.0) -> float:  # type: ignore[override]

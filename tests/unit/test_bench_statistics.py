@@ -255,5 +255,5 @@ def test_report_files(tmp_path: Path) -> None:
 def test_interrupted_report_says_which_number_was_planned() -> None:
     report = _report([record(), *[lost("cancelled", sent=None)] * 3])
     values = dict(report.rows())
-    assert (values["Total requests (planned)"], values["Sent requests"]) == ("4.00", "1")
+    assert (values["Total requests (planned)"], values["Sent requests"]) == ("4", "1")
     assert any("3 of 4 planned requests were never sent" in note for note in report.notes)

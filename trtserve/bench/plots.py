@@ -117,18 +117,25 @@ _ON_PAGE: Spec = {
 
 
 def _drawn(convert: Any, plots: Sequence[Spec]) -> list[str]:
-    """Return plots as the figures of a page; the last of an odd number has the whole width."""
+    """Return plots as the figures of a page; the last of an odd number has the whole width, if the window has room."""
     figures = []
     for number, plot in enumerate(plots, 1):
         wide = number == len(plots) and number % 2 == 1
-        size = {"width": 2 * _WIDTH + 160 if wide else _WIDTH + 60, "height": _HEIGHT + 40}
-        if "row" in plot.get("encoding", {}):  # a size is that of one row, without axes
-            size = {"width": size["width"] - 40, "height": plot["height"]}
-        svg = convert.vegalite_to_svg({**_ON_PAGE, **plot, **size, "title": None})
+        svg = _svg(convert, plot, _WIDTH + 60)
+        if wide:  # narrow windows show the first; what it names must not be what the second names
+            svg = svg.replace("gradient_", "narrow_gradient_") + _svg(convert, plot, 2 * _WIDTH + 160)
         meaning = f"<p>{html.escape(plot['description'])}</p>" if "description" in plot else ""
         caption = f"<figcaption>{html.escape(plot['title'])}{meaning}</figcaption>"
         figures.append(f"<figure{' class=wide' if wide else ''}>{caption}{svg}</figure>")
     return figures
+
+
+def _svg(convert: Any, plot: Spec, width: int) -> str:
+    size = {"width": width, "height": _HEIGHT + 40}
+    if "row" in plot.get("encoding", {}):  # a size is that of one row, without axes
+        size = {"width": width - 40, "height": plot["height"]}
+    svg: str = convert.vegalite_to_svg({**_ON_PAGE, **plot, **size, "title": None})
+    return svg
 
 
 def chart(reports: Sequence[BenchReport]) -> Spec:
@@ -234,6 +241,8 @@ def _latency_curves(records: Sequence[RequestRecord]) -> Spec | None:
     return _plot(
         "Distribution of times",
         points,
+        description="Each curve is one measure: where it crosses 90 %, nine of ten requests took that time or less. "
+        "The steeper it is, the more alike they were.",
         mark={"type": "line", "interpolate": "step-after"},
         encoding={
             "x": _field("ms", "quantitative", "milliseconds", scale={"type": "log"}, axis=_decades(points)),
@@ -308,18 +317,23 @@ def _over_time(
         "color": _field("what", "nominal", ""),
     }
     if not apart:
+        # Of equal lines the dashes of the later ones, which lie above, show the first between them.
+        dashes = {"domain": list(names.values()), "range": [[1, 0], [5, 5], [2, 6]][: len(names)]}
+        encoding["color"]["scale"] = {"domain": dashes["domain"]}
+        encoding["strokeDash"] = _field("what", "nominal", "", scale=dashes)
         return _plot(title, points, mark="line", encoding=encoding)
     number = len({point["what"] for point in points})
     encoding["color"]["legend"] = None
     encoding["y"] |= {"scale": {"domain": {"unionWith": [0, 1]}}, "axis": {"tickCount": 3}}
     header = {"labelAngle": 0, "labelOrient": "top", "labelAnchor": "start", "labelFontSize": 12, "labelColor": _INK}
+    header["labelPadding"] = 2
     encoding["row"] = _field("what", "nominal", None, header=header)
     return _plot(
         title,
         points,
         mark="line",
         encoding=encoding,
-        height=(_HEIGHT - 20 * (number - 1)) / number,
+        height=max(36, (_HEIGHT + 46) / number - 58),  # all are as high as other plots; 58 are a row's labels
         spacing=4,
         resolve={"scale": {"y": "independent"}},
     )
@@ -345,7 +359,7 @@ def _heat_map(records: Sequence[RequestRecord]) -> Spec | None:
         points,
         description="Each column is an answer that grows upwards; each cell is the wait before one response. "
         "A bright cell is a pause, and a bright diagonal is a pause of the server that all answers shared.",
-        mark="rect",
+        mark={"type": "rect", "aria": False},  # a name for each of thousands of cells helps no reader
         encoding={
             "x": _field("answer", "ordinal", "answers in order", axis={"labels": False, "ticks": False, "grid": False}),
             "y": _field("token", "ordinal", "response", axis={"values": marks, "grid": False}, sort="descending"),
@@ -354,7 +368,7 @@ def _heat_map(records: Sequence[RequestRecord]) -> Spec | None:
                 "quantitative",
                 "ms",
                 scale={"type": "sqrt", "scheme": "viridis"},
-                legend={"orient": "right", "tickCount": 3, "gradientLength": _HEIGHT - 40},
+                legend={"tickCount": 3, "gradientLength": _HEIGHT},
             ),
         },
     )

@@ -483,7 +483,7 @@ def upstream_rows(statistics: Statistics) -> list[Row]:
         ("Avg. InFlight requests", _number(statistics.requests_in_flight)),
         ("Total latency (ms)", _number(statistics.total_latency_ms)),
         # Upstream never ends early; here the two can differ.
-        ("Total requests (planned)" if counts.unsent else "Total requests", _number(counts.planned)),
+        ("Total requests (planned)" if counts.unsent else "Total requests", str(counts.planned)),
     ]
 
 
