@@ -209,6 +209,24 @@ def test_exit_without_a_slash_ends_a_conversation_in_a_terminal(
     assert not model.asked
 
 
+@pytest.mark.parametrize(("typed", "meant"), [("help", "/help"), ("clear", "/reset"), ("set", "/set")])
+def test_a_command_without_its_slash_is_not_sent(
+    typed: str,
+    meant: str,
+    model: ScriptedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("trtserve.cli.chat._typed", lambda: iter((typed,)))
+    monkeypatch.setattr(query, "connect", lambda *_: Served(["mine"]))
+    monkeypatch.setattr("trtserve.cli.chat.find_endpoint", lambda *_, **_options: Endpoint(model="mine"))
+    assert run(["chat"]) == 0
+    assert not model.asked
+    assert f"the command is {meant}." in capsys.readouterr().err
+
+
 def test_lines_of_the_standard_input(
     model: ScriptedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -231,7 +249,7 @@ def test_options_are_set_and_removed_and_a_question_is_asked_again(
     model.answers = [["one"], ["two"], ["three"]]
     lines = (
         "Hi\n/set temperature 0.5\n/set top_k=3\n/set stop_words END\n"
-        '/set\n/retry\n/set temperature\n/sett\n"""\nfirst\n\n  second """\n'
+        '/set\n/set all\n/retry\n/set temperature\n/sett\n"""\nfirst\n\n  second """\n'
     )
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     assert run(["chat", "--url", "gpu-box:8001"]) == 0
@@ -248,6 +266,9 @@ def test_options_are_set_and_removed_and_a_question_is_asked_again(
     assert listed["temperature"] == ["0.5", "Sampling", "temperature."]  # `query` alone needs more for it
     assert listed["seed"][:3] == ["not", "set", "Seed"]
     assert "guide_type," in listed["Also:"]
+    usual = printed[1 : printed.index("/set all names all options.")]
+    assert len(usual) < 16
+    assert not any("guide_type" in line for line in usual)
     assert "did you mean /set?" in captured.err
     assert "temperature is 0.5 from now on." in captured.err
     assert "temperature is not set any more." in captured.err
@@ -262,7 +283,7 @@ def test_options_are_set_and_removed_and_a_question_is_asked_again(
     ("command", "said"),
     [
         ("/retry", "no question to ask again"),
-        ("/set temprature 1", "Did you mean temperature? /set lists the options."),
+        ("/set temprature 1", "Did you mean temperature? /set all lists the options."),
         ("/set max_tokens x", "max_tokens is 'x'"),
         ("/save", "/save needs the name of a file"),
         ("/model other", "other"),

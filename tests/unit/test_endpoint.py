@@ -12,7 +12,7 @@ from tests.support.server_records import proxy_record, server_record
 from trtserve.cli import run
 from trtserve.cli.bench_runs import _require_repository
 from trtserve.cli.endpoint import Connection, find_endpoint, find_openai_endpoint
-from trtserve.cli.start import _print_summary
+from trtserve.cli.start import _print_summary, _which
 from trtserve.client.endpoint import unknown_model
 from trtserve.client.tensors import STANDARD_MODELS
 from trtserve.errors import UsageError
@@ -191,6 +191,13 @@ def test_a_log_that_was_removed_under_a_server(capsys: pytest.CaptureFixture[str
 def test_a_server_with_a_key_says_that_clients_need_it(key: bool, capsys: pytest.CaptureFixture[str]) -> None:
     _print_summary(server_record(), page=False, key=key, detached=True)
     assert ("clients need the API key" in capsys.readouterr().err) is key
+
+
+def test_what_to_try_names_the_server_when_another_one_runs() -> None:
+    _record("one", 8000)
+    assert _which(server_record("one")) == ""
+    _record("two", 8100)
+    assert _which(server_record("one")) == " --server one"
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ _QUOTES = '"""'
 _USER, _MODEL = "bold cyan", "bold magenta"
 _COMMANDS = {
     "/system": "TEXT: set the system message; without a text, remove it",
-    "/set": "NAME VALUE: set an option such as temperature; without a value, remove it; alone, list the options",
+    "/set": "NAME VALUE: set an option such as temperature; without a value, remove it; alone, list the usual options",
     "/model": "NAME: ask another model or server from now on; alone, list them",
     "/retry": "ask the last question again; with a temperature, other words may be drawn",
     "/reset": "forget what was said",
@@ -262,10 +262,19 @@ def converse(
         if command.startswith("/"):
             if not talk.obey(command):
                 break
-        elif line.strip():
+        elif line.strip() and not (interactive and _lacks_slash(line.strip())):
             talk.ask(partial(conversation.ask, line))
     if conversation.asked is None and not interactive:
         conversation.switch(spec.model, server)  # nothing was asked; a server that does not answer is an error anyway
+
+
+def _lacks_slash(line: str) -> bool:
+    """Return whether a line is a command without its slash, and say so."""
+    meant = {"clear": "/reset"}.get(line, f"/{line}")
+    if meant not in _COMMANDS:
+        return False
+    say(f"This was not sent to the model; the command is {meant}.")
+    return True
 
 
 def joined(lines: Iterator[str]) -> Iterator[str]:
@@ -424,8 +433,8 @@ class _Talk:
 
     def _set(self, text: str) -> None:
         """Set or remove an option of the requests that follow, or list the options."""
-        if not text:
-            print_block("\n".join(_option_lines(self._conversation.spec.options)))
+        if text in ("", "all"):
+            print_block("\n".join(_option_lines(self._conversation.spec.options, every=text == "all")))
             return
         name, *rest = re.split(r"[\s=]+", text, maxsplit=1)
         value = "".join(rest)
@@ -434,7 +443,7 @@ class _Talk:
         if name not in REQUEST_OPTIONS:
             near = get_close_matches(name, REQUEST_OPTIONS, n=1)
             first = f"Did you mean {near[0]}? " if near else ""
-            raise UsageError(f"There is no option {name!r}.", hint=f"{first}/set lists the options.")
+            raise UsageError(f"There is no option {name!r}.", hint=f"{first}/set all lists the options.")
         if value:
             options[name] = option_value(name, value.strip())
         else:
@@ -476,7 +485,7 @@ class _Talk:
             print_data(f"answer {number}: {_described(times)}")
 
 
-def _option_lines(given: Mapping[str, Any]) -> list[str]:
+def _option_lines(given: Mapping[str, Any], *, every: bool) -> list[str]:
     """Return a line for each option that the command's short help has, and for each that is set; then other names."""
     listed = [name for name, option in REQUEST_OPTIONS.items() if option.declared.common or name in given]
     widest = max(map(len, listed))
@@ -484,6 +493,8 @@ def _option_lines(given: Mapping[str, Any]) -> list[str]:
     # What only `query` needs is left out.
     texts = {name: REQUEST_OPTIONS[name].declared.help.partition("; with `query`")[0].rstrip(".") for name in listed}
     lines = [f"{name:<{widest}}  {values[name]:<8}  {texts[name]}." for name in listed]
+    if not every:
+        return [*lines, "/set all names all options."]
     panels = {option.name: option.declared.panel for option in REQUEST_OPTIONS.values() if option.name not in listed}
     others = sorted(panels, key=lambda name: panels[name] not in (LENGTH, SAMPLING))
     return [*lines, f"Also: {', '.join(others)}."]

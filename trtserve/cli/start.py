@@ -193,7 +193,7 @@ def _serve_many(
             say(f"{server.name}: {counted(len(plan.models), 'model')}, each loaded at its first request.")
             api = f"  API      export OPENAI_BASE_URL={server.url}/v1 ANTHROPIC_BASE_URL={server.url}"
             say("\n".join([api, *([_KEY] if spec.has_key else [])]))
-            say(f'  try      trtserve query --model {next(iter(plan.models))} "What is ML?"')
+            say(f'  try      trtserve query --model {next(iter(plan.models))} "What is ML?"{_which(server)}')
             say(f"  stop     {f'trtserve stop {server.name}' if detach else 'Ctrl-C'}")
 
     if detach:
@@ -351,8 +351,6 @@ def _described(plan: ServerPlan) -> dict[str, Any]:
 
 def _print_summary(server: Server, *, page: bool, key: bool, detached: bool) -> None:
     """Say what a person needs: addresses, what to try, and how to stop."""
-    from trtserve.server.state import list_servers
-
     say(f"{server.name} is ready.")
     if server.endpoint != server.address:
         grpc = f"{server.address.host}:{server.endpoint.grpc_port}"
@@ -368,9 +366,15 @@ def _print_summary(server: Server, *, page: bool, key: bool, detached: bool) -> 
         also = f"HTTP {host}:{address.http_port}, " if len(server.instances) > 1 else ""
         metrics = f"metrics {address.metrics_host}:{address.metrics_port}"
         say(f"  Triton   {also}gRPC {host}:{address.grpc_port}, {metrics}")
-    which = f" --server {server.name}" if len(list_servers()) > 1 else ""
-    say(f'  try      trtserve query "What is ML?"{which}{"" if detached else "   (in a second terminal)"}')
+    say(f'  try      trtserve query "What is ML?"{_which(server)}{"" if detached else "   (in a second terminal)"}')
     say(f"  stop     {f'trtserve stop {server.name}' if detached else 'Ctrl-C'}")
+
+
+def _which(server: Server) -> str:
+    """Return the option that `query` needs to find a server, or nothing when it is the only one."""
+    from trtserve.server.state import list_servers
+
+    return f" --server {server.name}" if any(each.name != server.name for each in list_servers()) else ""
 
 
 @dataclass(frozen=True, kw_only=True)
