@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.support.scripted_triton import NAME, ScriptedTriton
 from trtserve.client.endpoint import refused
 from trtserve.gateway.asgi import RefusedError
 from trtserve.gateway.openai import request
+from trtserve.gateway.openai.errors import ApiError
 from trtserve.gateway.openai.other_keys import NEUTRAL, NOT_SET, REFUSED, WITHOUT_EFFECT
 
 
@@ -295,3 +297,8 @@ def test_a_body_that_is_no_object(folder: Path, kind: str, body: str, words: str
         answer = client.post("/v1/completions", content=body, headers={"Content-Type": kind})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == words
+
+
+def test_an_error_can_name_half_a_character_of_a_file() -> None:
+    body = ApiError("The tensor \ud800 has no place.").response().body
+    assert json.loads(bytes(body))["error"]["message"] == r"The tensor \ud800 has no place."

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.http_pages import answering
-from trtserve.client.endpoint import unreachable
-from trtserve.errors import PortInUseError
+from trtserve.client.endpoint import Endpoint, unreachable
+from trtserve.errors import PortInUseError, UsageError
 from trtserve.host import ports
 from trtserve.host.ports import free_ports, is_free, is_here, listening_socket, web_opener
 
@@ -100,3 +100,10 @@ def test_a_taken_port_is_refused_with_the_program_that_has_it() -> None:
         ) as refused:
             listening_socket(HOST, port)
     assert refused.value.hint == "Choose another port."
+
+
+@pytest.mark.parametrize("host", ["../..", "a..b", "9" * 64, "\udcff"])
+def test_what_is_no_host_name_is_refused_before_it_is_looked_up(host: str) -> None:
+    assert not is_here(host)
+    with pytest.raises(UsageError, match="is no host name"):
+        Endpoint(host=host)

@@ -67,6 +67,12 @@ class Endpoint:
     connect_timeout: float = CONNECT_TIMEOUT
     """Seconds for the first answer, which lists or describes models and so needs no long work."""
 
+    def __post_init__(self) -> None:
+        try:
+            self.host.encode("idna")
+        except UnicodeError:
+            raise UsageError(f"--host {self.host!r} is no host name.", hint="Give a name or an IP address.") from None
+
     @property
     def grpc(self) -> str:
         """Address of the gRPC service, `host:port`."""

@@ -145,7 +145,7 @@ def is_here(host: str) -> bool:
         address = socket.getaddrinfo(name, 0, family, socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0][4]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind(address)
-    except OSError:  # a name, or an address of another machine
+    except (OSError, UnicodeError):  # a name, an address of another machine, or neither
         return False
     return True
 

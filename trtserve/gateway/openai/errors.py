@@ -95,6 +95,7 @@ class ApiError(Exception):
     """An error that the client gets as OpenAI's JSON."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        message = message.encode("utf-8", "backslashreplace").decode()  # files may have half a character
         super().__init__(message)
         self.message = message
         self.status = status
