@@ -17,6 +17,7 @@ from trtserve.__main__ import main
 from trtserve.cli.app import COMMANDS, SHOWN, USUAL, command_tree, run
 from trtserve.cli.documentation import page_text
 from trtserve.cli.output import print_json
+from trtserve.cli.parser import _ASKED_FOR
 from trtserve.errors import CheckError, MemoryLimitError, ServerNotFoundError, UsageError, exit_codes
 
 
@@ -169,7 +170,7 @@ def test_several_words_find_the_options_that_have_all_of_them(capsys: pytest.Cap
     assert run(["help", "where", "are", "logs"]) == 0
     shown = capsys.readouterr().out
     assert "--log-format" in shown
-    assert "logits" not in shown.partition("documentation")[0]  # a short word is a whole one
+    assert "logits" not in shown.partition("\n\n")[2]  # a short word is a whole one
     assert run(["help", "key", "file"]) == 0
     options, _, pages = capsys.readouterr().out.partition("documentation")
     assert "--api-key-file FILE" in options
@@ -186,9 +187,35 @@ def test_a_question_in_other_words_than_ours_finds_the_answer_first(capsys: pyte
         ("serve several models on one port", "questions.md"),
         ("stop the server", "questions.md"),
         ("run on two nodes", "tutorials/nodes.md"),
+        ("how many requests at once", "questions.md"),
+        ("CUDA out of memory", "questions.md"),
+        ("openwebui", "questions.md"),
     ):
         assert run(["help", *question.split()]) == 0
         assert capsys.readouterr().out.partition("prints one):")[2].split()[0] == first
+
+
+@pytest.mark.parametrize(
+    ("question", "option"),
+    [
+        ("change the port", "--http-port"),
+        ("expose on all interfaces", "--host"),
+        ("how do I set an api key", "--api-key-file"),
+        ("how many requests at once", "--max-batch-size"),
+    ],
+)
+def test_a_question_finds_its_page_and_then_its_option(
+    question: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["help", *question.split()]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("documentation")
+    assert f"  {option} " in shown
+
+
+def test_every_option_that_a_question_finds_exists() -> None:
+    every = {name for command in _commands().values() for parameter in command.params for name in parameter.opts}
+    assert set(_ASKED_FOR) <= every
 
 
 def test_every_guide_of_a_command_exists(capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,6 +269,8 @@ def test_every_page_that_a_message_names_exists() -> None:
 def test_a_word_that_help_does_not_have_leads_to_the_whole_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["help", "nonsense"]) == UsageError.code
     assert "next:  `trtserve --help-all` shows all of it." in capsys.readouterr().err
+    assert run(["help", "("]) == UsageError.code
+    assert "has no word '('" in capsys.readouterr().err
     assert run(["help", "qantise"]) == UsageError.code
     assert "next:  Did you mean quantise? " in capsys.readouterr().err
 

@@ -64,6 +64,14 @@ _SYNONYMS = {
     "crashes": "killed|restart",
     "webui": "page|browser",
     "ui": "page|browser",
+    "openwebui": r"open[\W_]webui",
+}
+# Words of questions that an option answers, and that its help does not have.
+_ASKED_FOR = {
+    "--http-port": "change the port",
+    "--host": "expose on all interfaces, reach from another machine",
+    "--api-key-file": "set an api key",
+    "--max-batch-size": "how many requests at once",
 }
 _MOST_LISTED = 5  # commands of a group that an error lists
 _MOST_OPTIONS = 30  # of a command whose help shows all of them
@@ -359,7 +367,8 @@ def _write_matches(node: Any, context: Any, formatter: Any, asked: str) -> None:
     """Write what some words are about: commands and options that have all of them, and pages of the documentation.
 
     Of a command only its own options. For the whole command line, also the exit codes, found by that name or by a
-    code; a page that is asked for by its name is printed. Raises UsageError when there is nothing.
+    code; a page that is asked for by its name is printed. A question has its pages first. Raises UsageError when there
+    is nothing.
     """
     from trtserve.cli.documentation import beginning, page_text, pages_about, sections
 
@@ -368,13 +377,15 @@ def _write_matches(node: Any, context: Any, formatter: Any, asked: str) -> None:
         formatter.write(page)
         return
     parts = _stems(asked)
-    found = _records_about(node, context, parts)
-    if whole:
+    found = _records_about(node, context, parts) if parts else {}
+    if whole and parts:
         begins = beginning(r"[\W_]+".join(parts))
         codes = [(code, text) for code, _, text in exit_codes() if begins.search("exit codes") or asked == code]
         found["exit codes"] = codes
     command = "" if whole else context.command_path.split()[1]
-    found["documentation (`trtserve help PAGE` prints one)"] = pages_about(parts, command)
+    pages = {"documentation (`trtserve help PAGE` prints one)": pages_about(parts, command)} if parts else {}
+    question = len(parts) < len(asked.split())
+    found = {**pages, **found} if question else {**found, **pages}
     for title, rows in found.items():
         if rows:
             with formatter.section(title):
@@ -392,7 +403,7 @@ def _stems(asked: str) -> list[str]:
     a hyphen is a blank.
     """
     words = [word.lower() for word in re.findall(r"[^\W_]+", asked)]
-    telling = [word for word in words if not _SAY_NOTHING.fullmatch(word)] or words or [re.escape(asked)]
+    telling = [word for word in words if not _SAY_NOTHING.fullmatch(word)] or words
     return [_stem(word) for word in telling]
 
 
@@ -423,19 +434,23 @@ def _records_about(node: Any, context: Any, parts: Sequence[str]) -> dict[str, l
             about = [
                 record
                 for record in records
-                if all(word.search(" ".join(record)) for word in each_word) and "--help [" not in record[0]
+                if all(word.search(_words_of(record)) for word in each_word) and "--help [" not in record[0]
             ]
             # A heading stands for all below it where none of them has the word itself.
             for record in about or (records if all(word.search(title) for word in each_word) else ()):
                 owners.setdefault(record, []).append(" ".join(names))
     phrase = beginning(r"[\W_]+".join(parts))
-    kept = [record for record in owners if phrase.search(" ".join(record))] or list(owners)
+    kept = [record for record in owners if phrase.search(_words_of(record))] or list(owners)
     named = [record for record in kept if phrase.search(record[0])]
     found: dict[str, list[tuple[str, str]]] = {}
     for record in named if named and len(kept) > _MOST_FOUND else kept[: 2 * _MOST_FOUND]:
         heading = f"{context.command_path} {listing(owners[record], most=_MOST_OWNERS)}".rstrip()
         found.setdefault(heading, []).append(record)
     return found
+
+
+def _words_of(record: tuple[str, str]) -> str:
+    return " ".join((*record, _ASKED_FOR.get(record[0].split()[0], "")))
 
 
 def split_help(text: str | None) -> tuple[str, list[str]]:
