@@ -261,9 +261,16 @@ def read_text(
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON. Raises ValueError for anything else, and for lists that are nested too deeply for Python's parser."""
+    """Parse JSON. Raises ValueError for anything else, and for lists that are nested too deeply for Python's parser.
+
+    The error names the column, and the line only if there are several: the reader may know a line of a file.
+    """
     try:
         return json.loads(text)
+    except json.JSONDecodeError as error:
+        content = error.doc.rstrip()  # what ends too early ends before its line break
+        damage = json.JSONDecodeError(error.msg, content, min(error.pos, len(content)))
+        raise damage if "\n" in content else ValueError(f"{error.msg} at column {damage.colno}") from None
     except RecursionError:
         raise ValueError("its lists or objects are nested too deeply") from None
     except ValueError as error:

@@ -150,6 +150,7 @@ def test_wrong_lines_are_named_before_anything_is_sent(
         ('{broken\n{"custom_id": "a"}\n', "line 1 is not JSON"),
         ('{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x"}\n', "line 1 is not JSON"),
         ('\0\0{"custom_id"', "line 1 is not JSON"),
+        ('{"custom_id": 1\n', "line 1 is not JSON: Expecting ',' delimiter at column 16."),
         ('{"prompt": "x"}\n{"prompt": "y"}\n', "line 1 needs a custom_id"),
         ('["a"]\n["b"]\n', "line 1 is not a JSON object"),
         ("What is ML?\n", "line 1 is not JSON"),

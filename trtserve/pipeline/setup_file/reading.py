@@ -64,7 +64,8 @@ def read_setup(path: Path) -> Setup:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = "" if mark is None else f":{mark.line + 1}"
+        last = text.rstrip().count("\n")  # what ends too early ends before its line break
+        line = "" if mark is None else f":{min(mark.line, last) + 1}"
         raise UsageError(f"{path}{line}: not YAML: {error.problem or error.context}.", hint=HINT) from error
     except yaml.YAMLError as error:
         raise UsageError(f"{path}: not YAML: {error}.", hint=HINT) from error
