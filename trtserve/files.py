@@ -289,11 +289,11 @@ def is_unicode(text: str) -> bool:
 
 
 def optional_json_object(
-    path: Path, error: type[TrtserveError] = ArtifactError, *, limit: int = _LARGEST_JSON
+    path: Path, error: type[TrtserveError] = ArtifactError, *, hint: str | None = None, limit: int = _LARGEST_JSON
 ) -> dict[str, Any]:
     """Return what `read_json_object` returns, or {} if there is no such file."""
     try:
-        return read_json_object(path, error, limit=limit)
+        return read_json_object(path, error, hint=hint, limit=limit)
     except FileNotFoundError:
         return {}
 

@@ -124,6 +124,17 @@ def test_the_hint_of_several_servers_is_that_of_the_command(capsys: pytest.Captu
     assert capsys.readouterr().err.splitlines() == said
 
 
+def test_a_wrong_value_is_named_before_the_choice_of_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    _record("demo", 9000)
+    _record("other", 9010)
+    for words, said in (
+        (["--slo", "ttft=fast"], "--slo ttft=fast cannot be read"),
+        (["--html", "/proc/nowhere/r.html"], "r.html"),
+    ):
+        assert run(["bench", *words]) != 34
+        assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("asked", "seconds"), [(None, 600), (30.0, 30), (900.0, 900)])
 def test_a_port_for_many_models_is_waited_for_as_long_as_loading_takes_or_as_was_asked(
     asked: float | None, seconds: float

@@ -23,6 +23,7 @@ from trtserve.errors import (
     ServerStartError,
     UsageError,
 )
+from trtserve.gateway.settings import read_key
 from trtserve.host.machine import describe, differences
 from trtserve.host.ports import free_ports, is_free, next_free
 from trtserve.process import ProcessId
@@ -160,6 +161,21 @@ def test_a_repository_that_triton_would_reject(
         path.write_text(path.read_text().replace(before, after))
     with pytest.raises(RepositoryError, match=words):
         inspect_repository(repository)
+
+
+def test_a_damaged_engine_says_what_to_do(repository: ModelRepository) -> None:
+    with_engine(repository)
+    (config,) = repository.path.glob("*/1/config.json")
+    config.write_text("{broken")
+    with pytest.raises(RepositoryError, match="is not JSON") as caught:
+        inspect_repository(repository)
+    assert "trtserve repo" in str(caught.value.hint)
+
+
+def test_a_key_file_that_is_missing_is_named_once() -> None:
+    with pytest.raises(UsageError) as caught:
+        read_key(Path("nofile"))
+    assert caught.value.message == "The key file nofile cannot be read: No such file or directory."
 
 
 def test_alias_and_precision_come_from_the_files(repository: ModelRepository) -> None:

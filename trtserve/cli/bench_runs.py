@@ -43,15 +43,15 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
     _require_one_process()
     _check_combination(spec, runs, connection)
     progress = output.TerminalProgress(quiet=results.quiet)
+    if runs.html is not None and not results.dry_run:
+        from trtserve.bench.plots import check_plots
+
+        check_plots(runs.html, out=results.out)
     served = spec.openai is None and spec.in_process is None
     endpoint = find_endpoint(connection, model=spec.model) if served else _other_endpoint(spec, connection)
     if results.dry_run:
         _describe(spec, endpoint, json=results.json)
         return
-    if runs.html is not None:
-        from trtserve.bench.plots import check_plots
-
-        check_plots(runs.html, out=results.out)
     if runs.diagnose:
         _require_repository(endpoint)
     metrics = runs.metrics_url or (metrics_url(connection) if served else None)
@@ -110,8 +110,10 @@ def _print(spec: BenchSpec, runs: BenchRuns, reports: list[BenchReport], found: 
 
 
 def _check_combination(spec: BenchSpec, runs: BenchRuns, connection: Connection) -> None:
+    from trtserve.bench.statistics import read_goals
     from trtserve.client.tensors import CORE_MODEL
 
+    read_goals(spec.slo)
     if spec.protocol == "http" and connection.url is not None:
         raise UsageError(
             "--url is the gRPC address, which also describes the model; --protocol http needs both ports.",

@@ -219,6 +219,11 @@ def unreachable(where: str, reason: str, hint: str = "") -> ServerUnreachableErr
 
 def silent(where: str, seconds: float) -> ServerUnreachableError:
     """Return the error for an endpoint whose first answer did not arrive within `seconds`."""
+    if seconds < CONNECT_TIMEOUT:
+        return ServerUnreachableError(
+            f"No Triton server answers at {where}: no answer within {seconds:g} s.",
+            hint="--timeout or --connect-timeout allows no more; raise it.",
+        )
     return unreachable(
         where,
         f"no answer within {seconds:g} s",

@@ -168,7 +168,9 @@ def read_key(path: Path) -> str:
             raise UsageError(f"The key file {path} can be read by other users.", hint=f"Protect it: chmod 600 {path}")
         lines = read_text(path, UsageError, limit=_LARGEST_KEY_FILE).splitlines()
     except OSError as error:
-        raise UsageError(f"The key file {path} cannot be read: {error}.") from error
+        raise UsageError(
+            f"The key file {path} cannot be read: {error.strerror}.", hint="Give a file whose first line is the key."
+        ) from error
     if not lines or not lines[0].strip():
         raise UsageError(f"The key file {path} is empty.", hint="Its first line must be the key.")
     return require_key(lines[0].strip())

@@ -173,15 +173,15 @@ def _ignored(folder: Path, configs: Mapping[str, Any]) -> Iterator[str]:
 
 def _engine_config(folder: Path) -> EngineConfig:
     """Return the config.json of an engine, without any key where there is none."""
-    return EngineConfig.of(
-        optional_json_object(folder / "config.json", RepositoryError), folder / "config.json", RepositoryError
-    )
+    path = folder / "config.json"
+    return EngineConfig.of(optional_json_object(path, RepositoryError, hint=_DAMAGED), path, RepositoryError)
 
 
 Backend = Literal["tensorrtllm", "python", "llmapi", "vllm"]
 Groups = tuple[tuple[int, ...], ...]
 
 LLMAPI_FILE = "model.yaml"
+_DAMAGED = "Make the repository again (trtserve repo), or correct the file."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +267,9 @@ def _found(
             config_file = None if engine is None else engine / "config.json"
             content = EngineConfig()
             if config_file is not None and config_file.is_file():
-                content = EngineConfig.of(read_json_object(config_file, RepositoryError), config_file, RepositoryError)
+                content = EngineConfig.of(
+                    read_json_object(config_file, RepositoryError, hint=_DAMAGED), config_file, RepositoryError
+                )
             yield CoreModel(
                 name=name,
                 backend="python" if config.backend == "python" else "tensorrtllm",
