@@ -212,6 +212,9 @@ def test_an_adapter_is_loaded_and_unloaded_by_a_call(
         for nowhere in ("/nowhere", "/" + "x" * 300, "~nobody-here/x", "/a\0b"):
             status, answer = call("/v1/load_lora_adapter", lora_name="later", lora_path=nowhere)
             assert (status, "There is no folder" in answer) == (404, True), answer
+        for taken in ("tensorrt_llm", "ensemble"):
+            status, answer = call("/v1/load_lora_adapter", lora_name=taken, lora_path=folder)
+            assert (status, "is taken on this server" in answer) == (400, True), answer
         assert call("/v1/load_lora_adapter", lora_name="later", lora_path=folder)[0] == 200
         try:
             asked: dict[str, Any] = {"model": "later", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from tests.support.scripted_triton import NAME, ScriptedTriton
 from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
 from trtserve.client.metrics import parse
+from trtserve.client.request import RequestContext
 from trtserve.client.tensors import Reply
 from trtserve.errors import RequestError
 from trtserve.executor.engine.guide_trial import grammar_of
@@ -27,6 +28,9 @@ from trtserve.executor.engine.requests import GuideType
 from trtserve.gateway.openai.answering import Measures, engine_page
 from trtserve.gateway.openai.answers import Token, TokenLogProb, completion_log_probs, token_log_probs
 from trtserve.gateway.openai.bodies import ChatBody
+from trtserve.gateway.openai.errors import ApiError
+from trtserve.gateway.openai.request import adapter_tensors
+from trtserve.programs.shared.lora_names import LoraNames
 
 
 @pytest.fixture(scope="module")
@@ -697,3 +701,10 @@ def test_adapters_at_work_are_named_as_pickers_read_them() -> None:
     label = 'max_lora="3",running_lora_adapters="first,second",waiting_lora_adapters=""'
     assert f"vllm:lora_requests_info{{{label}}}" in page
     assert 'running_lora_adapters=""' in measures.page().decode()
+
+
+def test_an_adapter_that_is_unloaded_after_it_was_found_is_not_found(tmp_path: Path) -> None:
+    """The core model answers 500 to a name that is not in its table."""
+    with pytest.raises(ApiError, match="does not know; it has none") as caught:
+        adapter_tensors(LoraNames(tmp_path), cast(RequestContext, None), "gone")
+    assert (caught.value.status, caught.value.body["error"]["code"]) == (404, "model_not_found")

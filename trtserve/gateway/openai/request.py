@@ -24,6 +24,7 @@ from trtserve.gateway.openai.images import ImageSources
 from trtserve.gateway.openai.schemas import bounded
 from trtserve.gateway.openai.served import ServedModel
 from trtserve.programs.preprocessing.word_lists import Encode, Spellings, word_list
+from trtserve.programs.shared.lora_names import LoraNames
 
 _UINT64 = 2**64
 _NO_END = -1
@@ -126,12 +127,7 @@ async def engine_requests(
     if tops and served.names_tops:
         tensors |= context.scalar(tops, "num_top_log_probs")
     if adapter is not None and served.adapters is not None:
-        by_name = served.model.has("lora_name")
-        tensors |= (
-            context.scalar(adapter, "lora_name")
-            if by_name
-            else context.scalar(served.adapters.task_id(adapter), "lora_task_id")
-        )
+        tensors |= adapter_tensors(served.adapters, context, adapter)
     request = EngineRequest(
         prompt=prompt,
         context=context,
@@ -462,6 +458,16 @@ def _up_to_the_end_of(content: str, text: str) -> str:
             param="continue_final_message",
         )
     return text[: at + len(content)]
+
+
+def adapter_tensors(adapters: LoraNames, context: RequestContext, name: str) -> Mapping[str, Tensor]:
+    """Return what names an adapter to the model. ApiError: it was unloaded meanwhile."""
+    try:
+        task = adapters.task_id(name)
+    except ValueError as error:
+        raise ApiError(str(error), status=404, param="model", code="model_not_found") from None
+    by_name = context.model.has("lora_name")
+    return context.scalar(name, "lora_name") if by_name else context.scalar(task, "lora_task_id")
 
 
 async def _text_for_server(encoder: Encoder, text: str, bos: str | None) -> str:

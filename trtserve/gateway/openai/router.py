@@ -18,6 +18,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.routing import APIRoute
 
 from trtserve._version import __version__
+from trtserve.client.tensors import STANDARD_MODELS
 from trtserve.errors import TrtserveError, UsageError, did_you_mean
 from trtserve.gateway.anthropic import CountBody, MessagesBody, MessagesForm
 from trtserve.gateway.ollama import (
@@ -321,7 +322,7 @@ class Paths:
         from trtserve.repository.adapters import add_adapter  # brings every runtime
 
         served, repository, table = await self._adapters()
-        known = [each for model in await self._backend.models() for each in model.names]
+        known = [*STANDARD_MODELS, *(each for model in await self._backend.models() for each in model.names)]
         replaced = body.load_inplace and served.adapters is not None and body.lora_name in served.adapters.names
         if body.lora_name in known and not replaced:
             raise ApiError(f"The name `{body.lora_name}` is taken on this server.", param="lora_name")
