@@ -102,8 +102,8 @@ BUSY = {"cpus": 2, "load_average": 8.2, "server_here": True, "other_programs": 0
 def test_other_programs_that_took_processors_from_the_server_disturb_the_figures() -> None:
     verdict = report_of(STEADY, machine=BUSY, calibration=CALIBRATION, health=(WorkerHealth(seconds=20),)).verdict
     assert str(verdict) == (
-        "disturbed: load 8.2 on 2 cores, other programs used 0.9 of them; the server waited for a processor 43% of the "
-        "time it had work. Close other programs, or measure when they are idle."
+        "disturbed: load 8.2 on 2 cores, other programs used 0.9 of them; the server's threads waited 43% of the time "
+        "they had work. Close other programs, or measure when they are idle."
     )
     unknown = report_of(STEADY, machine=BUSY | {"server_waited": None}, calibration=CALIBRATION).verdict
     assert "the server may have waited for them" in str(unknown)

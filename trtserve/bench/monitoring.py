@@ -172,7 +172,7 @@ class OtherPrograms:
         return max(0.0, self._used() - self._before) / max(1e-9, time.monotonic() - self._began)
 
     def server_waited(self) -> float | None:
-        """Return the part of the time it had work that the server waited for a processor; None: unknown."""
+        """Return the part of the time they had work that the server's threads waited for a processor; None: unknown."""
         ran = waited = 0
         for thread, times in _thread_times(self._server).items():
             before = self._threads.get(thread, (0, 0))

@@ -576,7 +576,7 @@ def _sources(report: BenchReport) -> Iterator[str]:
 _FACTS = {
     "server_here": "client and server on this machine",
     "other_programs": "other programs used {other_programs:.1f} of {cpus} processors on average",
-    "server_waited": "the server waited for a processor {server_waited:.0%} of the time it had work",
+    "server_waited": "the server's threads waited for one {server_waited:.0%} of the time they had work",
 }
 
 

@@ -316,7 +316,7 @@ def _starvation(client: WorkerHealth | None, around: Surroundings) -> str:
             f"the client waited {client.run_queue_ms / 1e3:.1f} s of {client.seconds:.1f} s for a processor{late}"
         )
     if around.server_starved and around.server_waited is not None:
-        waits.append(f"the server waited for a processor {around.server_waited:.0%} of the time it had work")
+        waits.append(f"the server's threads waited {around.server_waited:.0%} of the time they had work")
     waited = "; ".join(waits) or "the server may have waited for them"
     cores = around.processors or 1
     load = f"load {around.load:.1f} on {cores} core{'s' if cores > 1 else ''}"
