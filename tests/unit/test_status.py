@@ -14,11 +14,13 @@ from tests.support.server_records import proxy_record, server_record
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.cli import run
 from trtserve.errors import ServerDiedError, ServerNotReadyError
+from trtserve.gateway.settings import GatewaySettings
 from trtserve.host.machine import describe
+from trtserve.process import ProcessId
 from trtserve.repository.profiles import CLASSES_FILE, classes_json
 from trtserve.repository.served import inspect_repository
 from trtserve.server.doctor.stub import write_probe_repository
-from trtserve.server.state import Server, log_file, write_state
+from trtserve.server.state import GatewayState, Server, log_file, write_state
 from trtserve.server.status import server_status
 from trtserve.store import Store
 
@@ -61,6 +63,47 @@ def give_parameters(repository: Path, parameters: dict[str, str]) -> None:
     (core / "config.pbtxt").write_text("\n".join(['name: "tensorrt_llm"', 'backend: "python"', *rows]))
     (core / "1" / "model.py").touch()
     (core / "1" / CLASSES_FILE).write_text(classes_json("tensorrt_llm", "1.2") or "")
+
+
+def test_status_says_that_a_server_has_a_page_and_a_key(
+    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with answering(ANSWERS.__getitem__) as port:
+        server = recorded(repository, port)
+        own = ProcessId.of(os.getpid())
+        assert own is not None
+        file = tmp_path / "settings.json"
+        told = GatewaySettings(
+            name="demo", host="127.0.0.1", port=port, triton_http="a:1", triton_grpc="a:2", metrics="a:3", model=""
+        )
+        gateway = GatewayState(process=own, log=tmp_path / "log", settings=file)
+        (instance,) = server.instances
+        write_state(replace(server, instances=(replace(instance, gateway=gateway),)), Store())
+        for settings, said in (
+            (replace(told, ui=True, key_file=tmp_path / "key"), f"demo: page {server.url}/, clients need its API key"),
+            (replace(told, ui=True), f"demo: page {server.url}/\n"),
+            (told, ""),
+        ):
+            settings.write(file)
+            run(["status"])
+            shown = capsys.readouterr().err
+            assert said in shown
+            assert ("page http" in shown, "API key" in shown) == (settings.ui, settings.key_file is not None)
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        ({"a": "unloaded", "b": "unloaded"}, "0 of 2 loaded, the others at their first request"),
+        ({"a": "loaded", "b": "loaded"}, "2 of 2 loaded"),
+    ],
+)
+def test_a_port_for_many_models_says_how_many_are_loaded(
+    kept: dict[str, str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_state(server_record("many", kept=kept), Store())
+    run(["status"])
+    assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_dead_proxy_names_its_own_log(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:

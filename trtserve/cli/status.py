@@ -55,18 +55,26 @@ def status(
     if not found:
         raise ServerNotFoundError("No server is running.", hint=how_to_start(Store()))
     for one in found:
-        if one.ignored_parameters:
-            progress.step(f"{one.server.name}: parameters ignored on this runtime: {', '.join(one.ignored_parameters)}")
-        for warning in one.warnings:
-            progress.warn(f"{one.server.name}: {warning}")
-        if one.state != "failed" and (failure := one.server.failure) is not None:
-            progress.warn(f"{one.server.name} failed at {_iso(failure.time)} and was started again: {failure.message}")
+        _remark(one, progress)
     errors = [_not_ready(one) for one in found if one.state != "ready"]
     errors.sort(key=lambda error: isinstance(error, ServerDiedError))
     for error in errors[:-1]:
         progress.warn(f"{error.message} Log: {error.log}")
     if errors:
         raise errors[-1]
+
+
+def _remark(one: Status, progress: TerminalProgress) -> None:
+    """Say what the table of servers has no column for."""
+    if one.page or one.key:
+        facts = [f"page {one.server.url}/"] * one.page + ["clients need its API key"] * one.key
+        progress.step(f"{one.server.name}: {', '.join(facts)}")
+    if one.ignored_parameters:
+        progress.step(f"{one.server.name}: parameters ignored on this runtime: {', '.join(one.ignored_parameters)}")
+    for warning in one.warnings:
+        progress.warn(f"{one.server.name}: {warning}")
+    if one.state != "failed" and (failure := one.server.failure) is not None:
+        progress.warn(f"{one.server.name} failed at {_iso(failure.time)} and was started again: {failure.message}")
 
 
 def _not_ready(one: Status) -> ServerDiedError | ServerNotReadyError:
@@ -148,8 +156,11 @@ def _row(one: Status) -> tuple[object, ...]:
 
 
 def _models_text(one: Status) -> str:
-    # Such as: 6 of 6 ready.
+    # Such as: 6 of 6 ready; of a port for many models: 0 of 2 loaded, the others at their first request.
     ready = sum(state == "READY" for state in one.models.values())
+    if one.server.kept is not None and one.models:
+        later = "" if ready == len(one.models) else ", the others at their first request"
+        return f"{ready} of {len(one.models)} loaded{later}"
     return f"{ready} of {len(one.models)} ready" if one.models else ""
 
 

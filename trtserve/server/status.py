@@ -23,6 +23,7 @@ from trtserve.client.metrics import (
     read_heartbeats,
 )
 from trtserve.errors import ServerDiedError, ServerUnreachableError, TrtserveError
+from trtserve.gateway.settings import GatewaySettings
 from trtserve.gateway.standstill import gateway_silence
 from trtserve.host.machine import differences
 from trtserve.process import ProcessId, exit_code, how_it_ended, wait_gone
@@ -167,6 +168,8 @@ class Status:
     precision: Mapping[str, str] = field(default_factory=dict)
     kv_blocks: Mapping[str, int] = field(default_factory=dict)
     """KV cache blocks by kind, as the core model counts them."""
+    page: bool = False  # whether its HTTP port serves the page with a chat
+    key: bool = False  # whether clients must send an API key
     ignored_parameters: tuple[str, ...] = ()  # parameters that the repository sets and that its runtime ignores
     warnings: tuple[str, ...] = ()
 
@@ -217,7 +220,10 @@ def _status(server: Server, store: Store) -> Status:
     alive = server.instances[0].process.alive()
     page = (metrics_page(server.address) if alive else None) or ""
     blocks = metrics.kv_blocks(page, CORE)
-    warnings = []
+    gateway, warnings = server.gateway, []
+    front = None
+    if alive and gateway is not None and gateway.settings.is_file():
+        front = GatewaySettings.read(gateway.settings)
     if served is not None:
         warnings += [*differences(served.machine), *served.cache_warnings(blocks)]
     return Status(
@@ -230,6 +236,8 @@ def _status(server: Server, store: Store) -> Status:
         requests=_requests(page),
         precision={} if served is None else served.precision,
         kv_blocks=blocks,
+        page=front is not None and front.ui,
+        key=front is not None and front.key_file is not None,
         ignored_parameters=() if served is None else served.ignored_parameters,
         warnings=tuple(warnings),
     )
