@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.http_pages import answering
 from tests.support.server_records import proxy_record, server_record
 from trtserve.cli import run
 from trtserve.cli.bench_runs import _require_repository
@@ -122,6 +123,17 @@ def test_the_hint_of_several_servers_is_that_of_the_command(capsys: pytest.Captu
     assert run(["metrics"]) == 34
     said = ["error: 2 servers are running: demo, other.", "next:  Name one of them: trtserve metrics NAME"]
     assert capsys.readouterr().err.splitlines() == said
+
+
+def test_a_gateway_warns_if_nothing_answers_behind_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("trtserve.gateway.processes.serve", lambda *_: 0)
+    with answering(str) as there:
+        for port, silent in ((1, True), (there, False)):
+            (front,) = free_ports("127.0.0.1", 1)
+            assert run(["gateway", "--url", f"127.0.0.1:{port}", "--port", str(front)]) == 0
+            assert (f"Nothing answers at 127.0.0.1:{port} yet" in capsys.readouterr().err) is silent
 
 
 def test_a_wrong_value_is_named_before_the_choice_of_a_server(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json as json_module
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import typer
 
 from trtserve.cli.endpoint import split_address
 from trtserve.cli.options import Fields, JsonOption, ServerArgument
-from trtserve.cli.output import print_data, print_json, print_table, say
+from trtserve.cli.output import TerminalProgress, print_data, print_json, print_table, say
 from trtserve.errors import RequestError, ServerUnreachableError, UsageError
 from trtserve.specs import ServerSpec
 from trtserve.specs.options import Spec, option
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 GATEWAY_PORT = 9000
 _TRITON = "The Triton server"
+_KNOCK = 1.0  # seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,14 @@ class GatewayOptions(Spec):
         help="Key of those who may change replicas and adapters while it runs; without it nobody may. A started "
         "server has one of its own: servers/NAME.gateway/1.admin-key in its store.",
     )
-    http_port: int = option(HTTP_PORT, metavar="PORT", help="Its HTTP port.", minimum=1, maximum=65535, panel=_TRITON)
+    http_port: int = option(
+        HTTP_PORT,
+        metavar="PORT",
+        help="Its HTTP port; the gateway listens on --port.",
+        minimum=1,
+        maximum=65535,
+        panel=_TRITON,
+    )
     metrics_port: int = option(
         METRICS_PORT, metavar="PORT", help="Its metrics port.", minimum=1, maximum=65535, panel=_TRITON
     )
@@ -116,8 +125,20 @@ def gateway(*, front: GatewayOptions, access: Annotated[ServerSpec, _ACCESS]) ->
         scheme = "http" if access.tls_certificate is None else "https"
         print_data(f"{scheme}://{client_host(host)}:{front.port}/v1")
         say(f"In front of {front.url}. Stop: Ctrl-C")
+        _warn_of_silence(front)
         if code := serve(settings, listening):
             raise typer.Exit(code)
+
+
+def _warn_of_silence(front: GatewayOptions) -> None:
+    """Warn if nothing listens where the Triton server should: it may start later, or the address is wrong."""
+    try:
+        socket.create_connection(split_address(front.url), timeout=_KNOCK).close()
+    except OSError as error:
+        TerminalProgress().warn(
+            f"Nothing answers at {front.url} yet ({error.strerror or error}): requests get 503 until a Triton server "
+            "does. --url is its gRPC port."
+        )
 
 
 def _settings(host: str, front: GatewayOptions, access: ServerSpec) -> GatewaySettings:
