@@ -46,7 +46,7 @@ def test_one_file_from_model_to_answer_and_back(tmp_path: Path) -> None:
         assert "core: latency_p50 is " in missed.stderr
         assert "Value" in missed.stdout
         file.write_text(text + "    max_requests: 7\n", encoding="utf-8")
-        assert trtserve("diff", str(file), home=home).stdout == "server front: restart\n"
+        assert trtserve("diff", str(file), home=home).stdout == "server front: restart (--max-requests 7 is added)\n"
     finally:
         stopped = trtserve("down", str(file), home=home)
     assert stopped.stdout == "front\n"

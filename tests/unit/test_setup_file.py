@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from trtserve.pipeline.setup_file import Setup
 from trtserve.pipeline.setup_file import plan as setup_plan
 from trtserve.pipeline.setup_file.plan import bring_down, bring_up, plan_setup
 from trtserve.pipeline.setup_file.reading import read_setup, template
+from trtserve.process import ProcessId
 from trtserve.server.state import Server, forget, start_lock, write_state
 from trtserve.store import Store
 
@@ -308,6 +310,33 @@ def test_up_looks_again_when_its_start_meets_another_one(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(setup_plan, "start_in_background", start)
     assert [server.name for server in bring_up(plan_setup(setup_of(tmp_path, FRONT))).servers] == ["front"]
+
+
+def test_the_plan_names_what_a_restart_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "setup.yaml"
+    file.write_text(MODEL + "    runtime: openvino\n", encoding="utf-8")
+    bring_up(plan_setup(read_setup(file)))
+    file.write_text(file.read_text() + "servers:\n  front: {model: demo, http_port: 9000}\n", encoding="utf-8")
+    write_state(server_record("front", supervisor=ProcessId.of(os.getpid())), Store())
+    words = [
+        "-m",
+        "trtserve",
+        "start",
+        "demo",
+        "--model-repository=/old",
+        "--no-rebuild",
+        "--ui",
+        "--http-port",
+        "18200",
+    ]
+    monkeypatch.setattr(setup_plan, "arguments", lambda _: [*words, "--name", "front"])
+    assert run(["up", str(file), "--dry-run"]) == 0
+    (said,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("server front: restart"))
+    assert "--ui is dropped, --http-port 18200 → 9000)" in said
+    assert "--model-repository /old → " in said
+    assert "--name" not in said
 
 
 def test_a_draft_model_is_built_first_and_served_with_its_target(tmp_path: Path) -> None:

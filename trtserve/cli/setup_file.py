@@ -114,7 +114,7 @@ def _announce(plan: SetupPlan, progress: Progress) -> None:
         made = [stage["stage"] for stage in model.stages() if stage["action"] == "make"]
         progress.step(f"Plan: model {model.setup.name}: {', '.join(made) or 'reuse'}")
     for planned in plan.servers:
-        progress.step(f"Plan: server {planned.setup.name}: {planned.action}")
+        progress.step(f"Plan: server {planned.setup.name}: {planned.text}")
     for benchmark in plan.benchmarks:
         progress.step(f"Plan: benchmark {benchmark.name}")
 
@@ -166,7 +166,7 @@ def diff(file: FileArgument = _DEFAULT, json: JsonOption = False, quiet: QuietOp
         made = [stage["stage"] for stage in model.stages() if stage["action"] == "make"]
         lines += [f"model {model.setup.name}: {', '.join(made)}"] if made else []
         lines += [f"  {text}" for text in model.differences]
-    lines += [f"server {each.setup.name}: {each.action}" for each in plan.servers if each.action != "keep"]
+    lines += [f"server {each.setup.name}: {each.text}" for each in plan.servers if each.action != "keep"]
     if lines:
         print_data("\n".join(lines))
     elif not quiet:
@@ -210,7 +210,15 @@ def _print_plan(command: str, plan: SetupPlan, *, json: bool) -> None:
             {"name": model.setup.name, "stages": model.stages(), "differences": model.differences}
             for model in plan.models
         ]
-        servers = [{"name": each.setup.name, "model": each.setup.model, "action": each.action} for each in plan.servers]
+        servers = [
+            {
+                "name": each.setup.name,
+                "model": each.setup.model,
+                "action": each.action,
+                "differences": each.differences,
+            }
+            for each in plan.servers
+        ]
         benchmarks = [each.name for each in plan.benchmarks]
         print_json(command, {"models": models, "servers": servers, "benchmarks": benchmarks})
         return
@@ -219,6 +227,6 @@ def _print_plan(command: str, plan: SetupPlan, *, json: bool) -> None:
         print_stages(model.stages())
         print_commands(model.stages())
     for server in plan.servers:
-        print_data(f"server {server.setup.name}: {server.action}")
+        print_data(f"server {server.setup.name}: {server.text}")
     for benchmark in plan.benchmarks:
         print_data(f"benchmark {benchmark.name}: server {benchmark.server}")

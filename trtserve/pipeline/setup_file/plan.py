@@ -82,6 +82,12 @@ class PlannedServer:
 
     setup: ServerSetup
     action: Action  # `write` is for the files of a cluster
+    differences: tuple[str, ...] = ()  # what a restart changes of the command line, such as `--ui is dropped`
+
+    @property
+    def text(self) -> str:
+        """The action, with what it changes."""
+        return f"{self.action} ({', '.join(self.differences)})" if self.differences else self.action
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +143,9 @@ def plan_setup(setup: Setup, *, store: Store | None = None, progress: Progress =
             require_cluster(server, server.cluster, served.plan.runtime)
         else:
             _require_protected(server)
-        servers.append(PlannedServer(setup=server, action=_action(server, served.repository, store)))
+        action = _action(server, served.repository, store)
+        differences = _differences(server, served.repository, store) if action == "restart" else ()
+        servers.append(PlannedServer(setup=server, action=action, differences=differences))
     return SetupPlan(models=tuple(models.values()), servers=tuple(servers), benchmarks=setup.benchmarks, store=store)
 
 
@@ -283,6 +291,37 @@ def _on_ports_of(running: Server, spec: ServerSpec) -> ServerSpec:
     address = running.address
     ports = replace(spec, http_port=address.http_port, grpc_port=address.grpc_port, metrics_port=address.metrics_port)
     return ports if running.proxy is None else replace(ports, proxy_port=running.proxy.http_port)
+
+
+def _differences(server: ServerSetup, repository: ModelRepository | None, store: Store) -> tuple[str, ...]:
+    """Return how the command line of the running server differs from that of the file, an option each."""
+    running = recorded_server(server.name, store)
+    if running is None or running.supervisor is None or repository is None:
+        return ()
+    before = _options_in(_started_with(arguments(running.supervisor)))
+    after = _options_in(start_arguments(repository, _on_ports_of(running, server.spec)))
+    found = []
+    for name in dict.fromkeys((*before, *after)) if before else ():
+        old, new = before.get(name), after.get(name)
+        if old is None or new is None:
+            found.append(" ".join(filter(None, (name, old, new, "is dropped" if new is None else "is added"))))
+        elif old != new:
+            found.append(f"{name} {old} → {new}")
+    return tuple(found)
+
+
+def _options_in(words: list[str]) -> dict[str, str]:
+    """Return the options of a command line → their values, "" for a switch."""
+    found: dict[str, list[str]] = {}
+    values: list[str] = []  # of the option before; the name of a model has none
+    for word in words[1:]:
+        name, given, value = word.partition("=")
+        if word.startswith("--"):
+            values = found.setdefault(name, [])
+            values += [value] if given else []
+        else:
+            values.append(word)
+    return {name: " ".join(values) for name, values in found.items()}
 
 
 def _started_with(words: list[str]) -> list[str]:
