@@ -167,7 +167,7 @@ def test_the_llm_api_on_two_nodes(doubles: Doubles, tmp_path: Path) -> None:
     (server,) = doubles.calls("tritonserver")
     assert not [name for name in server.environment if name.startswith("SLURM_")]
     assert any(argument.endswith(f"_{number}_r0_") for argument in server.arguments)
-    assert [call.rank for call in doubles.calls("mgmn_worker_node")] == [1]
+    wait_until(lambda: [call.rank for call in doubles.calls("mgmn_worker_node")] == [1])
     os.kill(server.pid, signal.SIGTERM)  # the launcher tells the leader, and that the workers
     assert code_of(doubles, number) == 0
 

@@ -206,8 +206,8 @@ def test_a_fork_of_a_stub_is_no_stub(tmp_path: Path) -> None:
     with subprocess.Popen(words, executable="/bin/sh", stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stub:
         assert stub.stdout is not None
         stub.stdout.readline()
-        assert len(psutil.Process(stub.pid).children()) == 1
-        found = python_stubs(myself)
+        (fork,) = psutil.Process(stub.pid).children()
+        found = {each.pid: model for each, model in python_stubs(myself).items()}  # other tests' servers run, too
         assert stub.stdin is not None
         stub.stdin.close()
-    assert {each.pid: model for each, model in found.items()} == {stub.pid: "demo"}
+    assert (found.get(stub.pid), fork.pid in found) == ("demo", False)
