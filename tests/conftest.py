@@ -38,13 +38,12 @@ _LEFT_OUT = pytest.StashKey[tuple[int, list[str]]]()
 
 
 def pytest_configure() -> None:
-    """Share the ports among processes, look for garbage seldom, and let child processes obey signals.
+    """Share the ports among processes, and let child processes obey signals.
 
     A shell's background job, setsid and nohup hand down SIGINT and SIGHUP as ignored, and what is ignored stays ignored
     in every child: tests of Ctrl-C would fail there. A handler, unlike that, is reset when a child is executed.
     """
     _share_ports()
-    gc.set_threshold(500_000)  # modules and collected tests live to the end
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda _number, _frame: None)
@@ -106,7 +105,6 @@ def pytest_collection_finish() -> None:
     """Keep the garbage collector away from the thousands of collected tests: it would look at them again and again."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000)
 
 
 class _ByServer(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
