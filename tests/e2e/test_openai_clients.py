@@ -315,9 +315,9 @@ def test_the_page(url: str, features: ModelServer) -> None:
             )
             page.keyboard.press("Escape")
             wait_until(lambda: page.evaluate("!document.querySelector('#send').hidden"))
-            if page.get_by_text("stopped").count():
+            if page.get_by_text("stopped").filter(visible=True).count():
                 break
-        assert page.get_by_text("stopped").count() == 1
+        assert page.get_by_text("stopped").filter(visible=True).count() == 1
         wait_until(lambda: page.evaluate("/ms/.test(document.querySelector('#first').textContent)"))
         wait_until(lambda: page.evaluate("/ of /.test(document.querySelector('#kv').textContent)"))
         unlabelled = (
