@@ -7,6 +7,7 @@ ARGS="--only client"` measures the rest.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import multiprocessing
 import os
@@ -79,12 +80,14 @@ def test_every_protocol_receives_the_whole_answer(spoken: Spoken, text: bool) ->
 
 @pytest.mark.parametrize("spoken", ["openai-stream", "openai"])
 def test_openai_servers_are_measured(spoken: Spoken) -> None:
+    frozen = gc.get_freeze_count()  # by tests/conftest.py: a run in this process must not undo it
     with echo_target(Echo(spoken=spoken, chunks=5, text=True)) as target:
         outcome = send(Load(target=target, requests=requests(8, tokens=5, text=True), concurrency=2))
     for record in outcome.records:
         assert record.status == "completed"
         assert "".join(each.text or "" for each in record.responses) == " a" * 5
         assert sum(each.tokens or 0 for each in record.responses) == 5
+    assert gc.get_freeze_count() == frozen > 0
 
 
 def test_a_stalled_server_cannot_hide_its_stall() -> None:

@@ -9,7 +9,7 @@ import gc
 import importlib
 import json
 import shutil
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ class Case:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
+def quick() -> None:
     """The models are too small to gain from a second thread; and a check collects garbage, which took two thirds of
     the time as long as it went through all of PyTorch and transformers.
     """
@@ -85,8 +85,6 @@ def quick() -> Iterator[None]:
     importlib.import_module("transformers.modeling_utils")
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -121,7 +121,6 @@ class HealthMonitor:
         """Stop measuring and return the figures."""
         self._beat.cancel()
         gc.callbacks.remove(self._on_gc)
-        gc.unfreeze()
         seconds = time.monotonic() - self._began
         lags = sorted(self._lags) or [0.0]
         return WorkerHealth(

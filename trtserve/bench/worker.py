@@ -127,7 +127,9 @@ class LoadWorker:
         self._records = self._begin(self._share.conversations)
         # Before the start is set, since it takes 0.2 s: what exists now is left out of garbage collections.
         gc.collect()
-        gc.freeze()
+        self._froze = gc.get_freeze_count() == 0  # what a caller has frozen stays so: Python thaws all or nothing
+        if self._froze:
+            gc.freeze()
 
     async def run(self, start_ns: int) -> Sent:
         """Send the requests; time 0 of the schedule is `start_ns` of the monotonic clock."""
@@ -139,6 +141,8 @@ class LoadWorker:
             window = self._closed if self._load.offsets is None else self._open
             timed_out = await self._bounded(window(self._share.conversations, self._records, start_ns))
         health = monitor.end()
+        if self._froze:
+            gc.unfreeze()
         health.late_connections = self._transport.opened - opened
         pressure = self._transport.pressure
         health.write_blocked_max_ms = pressure.write_blocked_max_ns / 1e6
