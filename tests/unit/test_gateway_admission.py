@@ -10,6 +10,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -23,9 +24,10 @@ from tests.support.http_pages import sending
 from trtserve.bench.traffic import read_trace
 from trtserve.client.endpoint import Endpoint
 from trtserve.errors import UsageError
+from trtserve.gateway import asgi
 from trtserve.gateway.admission import Access, Exchange, Gate
 from trtserve.gateway.app import HANG_UP, Gateway
-from trtserve.gateway.asgi import MOST_VALUES, Message, Receive, RefusedError, Scope, Send, has_many_values
+from trtserve.gateway.asgi import MOST_PARTS, MOST_VALUES, Message, Receive, RefusedError, Scope, Send, require_few
 from trtserve.gateway.openai.answering import Measures
 from trtserve.gateway.openai.router import openai_router
 from trtserve.gateway.openai.served import Backend
@@ -122,6 +124,7 @@ def test_a_triton_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
 
 
 _HEAD = b"HTTP/1.1 200 OK\r\n"
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 @pytest.mark.parametrize(
@@ -136,6 +139,8 @@ _HEAD = b"HTTP/1.1 200 OK\r\n"
         (_HEAD + b"\r\n" + b"x" * (2 << 20), "has more than 1 MiB"),
         (b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/x\r\nContent-Length: 0\r\n\r\n", "with status 302"),
         (b"HTTP/1.1 101 Other\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n", "with status 101"),
+        (_CONTINUE + _HEAD + b"Content-Length: 2\r\n\r\n[]", "with a JSON object"),
+        (_CONTINUE * 10_000 + _HEAD + b"Content-Length: 2\r\n\r\n[]", "more than 16 interim answers"),
         (b"HTTP/1.1 999 No\r\nContent-Length: 2\r\n\r\n{}", "with status 999"),
     ],
 )
@@ -308,28 +313,62 @@ def test_a_line_of_the_request_log_that_was_cut_takes_no_other_with_it(
     assert [json.loads(line)["status"] for line in others] == [200, 200]
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")], ids=["memory", "threads"])
+def test_a_request_without_memory_is_asked_to_come_again(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def receive(*_: object) -> bytes:
+        raise error
+
+    monkeypatch.setattr("trtserve.gateway.app.receive_body", receive)
+    answer = TestClient(Gateway(settings_of()), base_url="http://localhost").post("/other", json={})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json() == {"error": "the gateway has no memory left for this request"}
+
+
 _MANY = b",1" * (MOST_VALUES + 1)
+_NESTED = b"[" * (MOST_PARTS + 1)
 
 
 @pytest.mark.parametrize(
-    ("body", "many"),
+    ("body", "words"),
     [
-        (b"[1" + _MANY + b"]", True),
-        (b'["\\"' + _MANY + b'\\\\", "\\\\"]', False),
-        (b'["' + b"\\n" * (2 << 20) + b'"' + _MANY + b"]", True),
-        (b'[""' + b'," "' * (MOST_VALUES + 1) + b"]", True),
-        (b'"' * (4 << 20) + _MANY, True),
-        (b'["' + _MANY, False),
+        (b"[1" + _MANY + b"]", "524288 values"),
+        (b'["\\"' + _MANY + b'\\\\", "\\\\"]', ""),
+        (b'["' + b"\\n" * (2 << 20) + b'"' + _MANY + b"]", "524288 values"),
+        (b'[""' + b'," "' * (MOST_VALUES + 1) + b"]", "524288 values"),
+        (b'"' * (4 << 20) + _MANY, "524288 values"),
+        (b'["' + _MANY, ""),
+        (_NESTED, "65536 objects, lists and keys"),
+        (b"{" + b'"k":1,' * MOST_PARTS + b'"k":1}', "65536 objects, lists and keys"),
+        (b'{"k":[' + b"{}," * MOST_PARTS + b"{}]}", "65536 objects, lists and keys"),
+        (b'{"k":"' + b'\\"{[:,' * (1 << 20) + b'"}', ""),
+        (b'{"k":"' + b"{[:,\\\\" * (1 << 20) + b'"' + _NESTED, "65536 objects, lists and keys"),
+        (b"[" + b"5," * MOST_VALUES + b"5]", ""),
     ],
-    ids=["numbers", "in a text", "behind escapes", "texts", "quotes", "without an end"],
+    ids=[
+        *("numbers", "in a text", "behind escapes", "texts", "quotes", "without an end"),
+        *("nested", "keys", "objects", "a text like JSON", "behind a text like JSON", "token ids"),
+    ],
 )
-def test_values_are_counted_without_those_in_texts_and_in_little_memory(body: bytes, many: bool) -> None:
+def test_values_and_parts_are_counted_without_those_in_texts_and_in_little_memory(body: bytes, words: str) -> None:
     tracemalloc.start()
     try:
-        assert has_many_values(body) is many
+        with pytest.raises(RefusedError, match=words) if words else nullcontext():
+            require_few(body)
         assert tracemalloc.get_traced_memory()[1] < 32 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_where_a_body_is_cut_for_counting_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = json.dumps({'a"': ["\\", 'b\\"[:{,', "[", [], {"c": 'd\\\\"'}, 1, 2]}).encode()
+    for size in range(1, len(body)):
+        for limits, words in {(6, 6): "", (5, 6): "values", (6, 5): "objects"}.items():
+            monkeypatch.setattr(asgi, "_PIECE", size)
+            monkeypatch.setattr(asgi, "MOST_PARTS", limits[1])
+            with pytest.raises(RefusedError, match=words) if words else nullcontext():
+                require_few(body, limits[0])
 
 
 @pytest.mark.parametrize(

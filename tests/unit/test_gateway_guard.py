@@ -242,6 +242,7 @@ def test_generate_has_a_default_for_the_length() -> None:
         ('{"parameters": {"a": [1]}}', "parameters"),
         ("[1]", "JSON object"),
         ('{"text_input": ' + "[" * 50_000 + "]" * 50_000 + "}", "recursion"),
+        ('{"text_input": ' + "[" * 70_000, "more than 65536 objects, lists and keys"),
     ],
 )
 def test_a_wrong_generate_body_is_refused(body: str, message: str) -> None:

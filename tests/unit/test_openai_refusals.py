@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from inspect import isabstract
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi import Request
 from fastapi.testclient import TestClient
+from pydantic import ValidationError
 
 from tests.support.scripted_endpoint import WEATHER, chat, complete, endpoint_of, error, events, write_chat_model
 from tests.support.scripted_triton import NAME, ScriptedTriton
 from trtserve.client.endpoint import refused
 from trtserve.gateway.asgi import RefusedError
 from trtserve.gateway.openai import request
+from trtserve.gateway.openai.bodies import Body
 from trtserve.gateway.openai.errors import ApiError
 from trtserve.gateway.openai.other_keys import NEUTRAL, NOT_SET, REFUSED, WITHOUT_EFFECT
 
@@ -52,6 +57,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"prompt": 'a,",' * 600_000}, 400, "2400000 characters, which exceeds the maximum input length", None),
         ({"metadata": {"a": [[]] * 70_000}}, 400, "more than 65536 objects, lists and keys", None),
         ({"logit_bias": dict.fromkeys(map(str, range(70_000)), 1)}, 400, "more than 65536 objects", None),
+        ({"stream_options": dict.fromkeys(map(str, range(2000)), 1)}, 400, "2000 keys; at most 1024", "stream_options"),
+        ({"prompt": 'a,{"b": [' * 200_000}, 400, "1800000 characters, which exceeds the maximum input length", None),
+        ({"prompt": [5] * 500_000}, 400, "500000 tokens, which exceeds the maximum input length", None),
         ({"stop": ["a"] * 20_000}, 400, "at most 64 stop strings", "stop"),
         ({"guided_choice": ["a"] * 200_000}, 400, "at most 131072 choices", "guided_choice"),
         ({"prompt": ["a"] * 20_000 + [5]}, 400, "", "prompt"),
@@ -302,3 +310,37 @@ def test_a_body_that_is_no_object(folder: Path, kind: str, body: str, words: str
 def test_an_error_can_name_half_a_character_of_a_file() -> None:
     body = ApiError("The tensor \ud800 has no place.").response().body
     assert json.loads(bytes(body))["error"]["message"] == r"The tensor \ud800 has no place."
+
+
+def test_a_body_without_memory_is_asked_to_come_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(_: bytes) -> object:
+        raise MemoryError
+
+    monkeypatch.setattr("trtserve.gateway.openai.errors._readable", read)
+    with endpoint_of(ScriptedTriton(folder)) as client:
+        assert error(complete(client))[:2] == (503, "the gateway has no memory left for this request")
+
+
+def _bodies(kind: type[Body] = Body) -> Iterator[type[Body]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _bodies(each)
+
+
+@pytest.mark.parametrize("kind", {each for each in _bodies() if not isabstract(each)}, ids=attrgetter("__name__"))
+def test_a_value_with_many_faults_costs_as_much_as_the_first(kind: type[Body]) -> None:
+    many: list[object] = [[wrong] * 2000 for wrong in ("a", 5, 1.5, True, None, [], {}, ["a"], {"a": 1})]
+    many += [["a"] * 2000 + [5], [5] * 2000 + ["a"], [["a"] * 2000, [5]], {f"k{number}": 1 for number in range(2000)}]
+    for name, field in kind.model_fields.items():
+        for value in many:
+            assert _faults(kind, {field.alias or name: value}) < 50, (name, str(value)[:50])
+
+
+def _faults(kind: type[Body], body: dict[str, object]) -> int:
+    try:
+        kind.model_validate(body)
+    except ValidationError as error:
+        return error.error_count()
+    except ApiError:
+        return 1
+    return 0

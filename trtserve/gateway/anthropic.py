@@ -10,7 +10,7 @@ from pydantic_core import to_json
 
 from trtserve.gateway.openai.answering import Form, Sequenced
 from trtserve.gateway.openai.answers import AnswerBlock, Json, Message, TextPiece, arguments_of
-from trtserve.gateway.openai.bodies import Body, ChatBody, Thinking, ToolName, chat_body
+from trtserve.gateway.openai.bodies import Body, ChatBody, Listed, Thinking, ToolName, chat_body
 from trtserve.gateway.openai.errors import MESSAGES, ApiError, error_event
 from trtserve.gateway.openai.reading import Part
 
@@ -53,9 +53,9 @@ class CountBody(Body):
     """`POST /v1/messages/count_tokens`."""
 
     model: str
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    system: str | list[dict[str, Any]] = ""
-    tools: list[CustomTool] = Field(default_factory=list)
+    messages: Listed[dict[str, Any]] = Field(min_length=1)
+    system: str | Listed[dict[str, Any]] = ""
+    tools: Listed[CustomTool] = Field(default_factory=list)
     tool_choice: ToolChoice = Field(default_factory=lambda: ToolChoice(type="auto"))
     thinking: Thinking | None = None
     output_config: MessagesOutput = Field(default_factory=MessagesOutput)
@@ -106,7 +106,7 @@ class MessagesBody(CountBody):
 
     max_tokens: int = Field(ge=1, lt=2**31)
     stream: bool = False
-    stop_sequences: list[str] = Field(default_factory=list)
+    stop_sequences: Listed[str] = Field(default_factory=list)
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0, lt=2**31)

@@ -31,6 +31,7 @@ from trtserve.gateway.asgi import (
     receive_body,
     replayed,
     send_answer,
+    without_memory,
 )
 from trtserve.gateway.openai.answering import Measures, engine_page
 from trtserve.gateway.openai.errors import asks_model, error_content, error_event
@@ -125,9 +126,10 @@ class Entrance(ABC):
             except asyncio.CancelledError:
                 if exchange.refusal is not None:  # otherwise the client has gone
                     await answer.refuse(exchange.refusal)
-            except Exception:  # noqa: BLE001 - a defect here must not look like one of Triton's
-                _LOG.exception("%s %s failed", scope["method"], scope["path"])
-                await answer.refuse(RefusedError(500, "the request failed; the gateway's log says why"))
+            except Exception as error:  # noqa: BLE001 - a defect here must not look like one of Triton's
+                if (known := without_memory(error)) is None:
+                    _LOG.exception("%s %s failed", scope["method"], scope["path"])
+                await answer.refuse(known or RefusedError(500, "the request failed; the gateway's log says why"))
 
 
 class Gateway(Entrance):

@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from pydantic_core import to_json
 
 from trtserve.gateway.settings import RequestLimits
 
+T = TypeVar("T")
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 SMALL = 1 << 15
-"""Bytes of a body that is read and checked in some milliseconds; larger ones are in a thread, beside other requests."""
+"""Bytes of a body that is read and checked in some milliseconds."""
 MOST_VALUES = 1 << 19
 """Values of a JSON body; reading more takes too long."""
+MOST_PARTS = 1 << 16
+"""Objects, lists and keys of a JSON body: each costs as much as hundreds of characters."""
+_PARTS = (b"{", b"[", b":")
+_PIECE = 1 << 16  # bytes
 _PLAIN = ("", "identity")
 
 
@@ -50,14 +55,41 @@ class RefusedError(Exception):
         self.headers = dict(headers or {})
 
 
-def has_many_values(body: bytes) -> bool:
-    """Return whether JSON has more than MOST_VALUES values, by the commas between them."""
-    if body.count(b",") <= MOST_VALUES:
-        return False
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    if plain.count(b'"') > 4 * MOST_VALUES:  # a value has at most two texts: its key and itself
-        return True
-    return sum(part.count(b",") for part in plain.split(b'"')[::2]) > MOST_VALUES
+def without_memory(error: BaseException) -> RefusedError | None:
+    """Return the refusal of a request for which this process has no memory, or no thread; None for other errors."""
+    if isinstance(error, MemoryError) or "can't start new thread" in str(error):
+        return RefusedError(503, "the gateway has no memory left for this request", headers={"retry-after": "1"})
+    return None
+
+
+async def aside(work: Callable[[], T], body: bytes) -> T:
+    """Return what reading a body returns; a large one is read in a thread, beside other requests."""
+    return work() if len(body) <= SMALL else await asyncio.to_thread(work)
+
+
+def require_few(body: bytes, most_values: int = MOST_VALUES) -> None:
+    """Raise RefusedError for JSON with more values, or objects, lists and keys, than are read; it is not parsed.
+
+    Reading holds the interpreter, so that nobody else is answered meanwhile.
+    """
+    if body.count(b",") <= most_values and sum(map(body.count, _PARTS)) <= MOST_PARTS:
+        return
+    values = parts = start = 0
+    in_text = False
+    while start < len(body):  # in pieces, so that others get the interpreter in between
+        piece = body[start : start + _PIECE]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # the next character belongs to the last backslash
+            piece = body[start : start + _PIECE + 1]
+        start += len(piece)
+        between = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(between[in_text::2])
+        in_text ^= len(between) % 2 == 0
+        values += outside.count(b",")
+        parts += sum(map(outside.count, _PARTS))
+        if values > most_values:
+            raise RefusedError(400, f"the body has more than {most_values} values")
+        if parts > MOST_PARTS:
+            raise RefusedError(400, f"the body has more than {MOST_PARTS} objects, lists and keys")
 
 
 async def receive_body(

@@ -16,7 +16,7 @@ from typing import Any, Final
 from pydantic_core import from_json, to_json
 
 from trtserve.client.spec import DEFAULT_MAX_TOKENS
-from trtserve.gateway.asgi import RefusedError
+from trtserve.gateway.asgi import RefusedError, require_few
 from trtserve.gateway.settings import RequestLimits
 
 INT64 = 1 << 63
@@ -156,6 +156,7 @@ def parse_object(text: bytes, limits: RequestLimits) -> dict[str, Any]:
     """Return a JSON object. Raises RefusedError for anything else; nesting is limited by the parser."""
     if len(text) > limits.json_bytes:
         raise RefusedError(413, f"the JSON has {len(text)} bytes; at most {limits.json_bytes} are allowed")
+    require_few(text, len(text))
     try:
         content = from_json(text, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import datetime, timezone
+from functools import partial
 from http import HTTPStatus
 from operator import attrgetter
 
@@ -25,17 +26,16 @@ from trtserve._version import __version__
 from trtserve.gateway.admission import ADMIN_PATHS, OPEN_PATHS, Exchange, Gate
 from trtserve.gateway.app import Entrance
 from trtserve.gateway.asgi import (
-    MOST_VALUES,
-    SMALL,
     Message,
     Receive,
     RefusedError,
     Scope,
     Send,
-    has_many_values,
+    aside,
     headers_of,
     receive_body,
     replayed,
+    require_few,
 )
 from trtserve.gateway.keeping import ModelKeeper, OneModel
 from trtserve.gateway.ollama import tags, without_tag
@@ -133,11 +133,9 @@ class ManyModels(Entrance):
             raise RefusedError(400, f"{scope['method']} {path[:200]} has no body: send JSON that names a model")
         if len(body) > self.settings.limits.json_bytes:
             raise RefusedError(413, f"the body has more than {self.settings.limits.json_bytes} bytes")
-        if len(body) > SMALL and await asyncio.to_thread(has_many_values, body):
-            raise RefusedError(400, f"the body has more than {MOST_VALUES} values")
+        await aside(partial(require_few, body), body)
         try:
-            read: Callable[[bytes], _Named] = _Named.model_validate_json
-            named = await asyncio.to_thread(read, body) if len(body) > SMALL else read(body)
+            named = await aside(partial(_Named.model_validate_json, body), body)
         except ValidationError as error:
             raise RefusedError(400, f"the body does not name a model: {error.errors()[0]['msg'][:200]}") from None
         name = without_tag(named.model) if path.startswith(OLLAMA) else named.model

@@ -12,7 +12,7 @@ from pydantic_core import to_json
 
 from trtserve.gateway.openai.answering import Form, Sequenced
 from trtserve.gateway.openai.answers import Json, Message, TextPiece, arguments_of
-from trtserve.gateway.openai.bodies import Body, ChatBody, Tool, chat_body
+from trtserve.gateway.openai.bodies import Body, ChatBody, Listed, Tool, chat_body
 from trtserve.gateway.openai.errors import OLLAMA, ApiError, error_event
 from trtserve.gateway.openai.reading import Call
 from trtserve.gateway.openai.vectors import MOST_DIMENSIONS
@@ -35,7 +35,7 @@ class OllamaOptions(Body):
     top_p: float | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Listed[str] | None = None
     num_predict: int | None = None
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
@@ -115,8 +115,8 @@ class OllamaBody(NamedBody):
 class OllamaChatBody(OllamaBody):
     """`POST /api/chat`."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    tools: list[Tool] = Field(default_factory=list)
+    messages: Listed[dict[str, Any]] = Field(min_length=1)
+    tools: Listed[Tool] = Field(default_factory=list)
 
     def chat(self) -> ChatBody:
         """Return the chat that this asks for. Raises ApiError."""
@@ -128,7 +128,7 @@ class OllamaGenerateBody(OllamaBody):
 
     prompt: str = ""
     system: str = ""
-    images: list[str] = Field(default_factory=list, max_length=_MOST_IMAGES)
+    images: Listed[str] = Field(default_factory=list, max_length=_MOST_IMAGES)
     raw: bool = False
 
     @model_validator(mode="after")
@@ -147,7 +147,7 @@ class OllamaGenerateBody(OllamaBody):
 class OllamaEmbedBody(NamedBody):
     """`POST /api/embed`."""
 
-    input: str | list[str]
+    input: str | Listed[str]
     dimensions: int | None = Field(None, ge=1, le=MOST_DIMENSIONS)
     truncate: bool = True  # no effect: an input that is too long is refused
 

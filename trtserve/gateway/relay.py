@@ -20,12 +20,12 @@ from trtserve.files import parse_json
 from trtserve.gateway import guard
 from trtserve.gateway.admission import Exchange, Gate, stop_until_ended
 from trtserve.gateway.asgi import (
-    SMALL,
     Message,
     Receive,
     RefusedError,
     Scope,
     Send,
+    aside,
     headers_of,
     receive_body,
     send_answer,
@@ -150,7 +150,7 @@ class Relay:
     ) -> tuple[guard.CheckedBody, str]:
         """Return the body for Triton, and the id that it got here because it needs one to be stopped, or no text."""
         if not target.runs_model or target.model is None:
-            return guard.check_control(body, self._limits), ""
+            return await aside(partial(guard.check_control, body, self._limits), body), ""
         _require_type(headers, _BINARY_TYPES if target.operation == "infer" else _JSON_TYPES)
         model = await self._triton.model(target.model)
         exchange.needs, exchange.closing_ends = model.needs, model.closing_ends
@@ -161,7 +161,7 @@ class Relay:
             check = partial(guard.check_infer, body, length, self._limits, shared_memory=open_memory)
         else:
             check = partial(guard.check_generate, body, self._limits, model.datatypes)
-        checked = check() if len(body) <= SMALL else await asyncio.to_thread(check)
+        checked = await aside(check, body)
         own_id = ""
         if not checked.request_id and checked.json_length != 0:
             own_id = _OWN_ID + secrets.token_hex(8)

@@ -18,7 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.parse import quote, unquote
 
-from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
+from aiohttp import (
+    ClientConnectionError,
+    ClientError,
+    ClientResponse,
+    ClientSession,
+    ClientTimeout,
+    DummyCookieJar,
+    StreamReader,
+    TCPConnector,
+)
 from pydantic_core import from_json, to_json
 from yarl import URL
 
@@ -34,6 +43,9 @@ from trtserve.process.halts import Halts
 from trtserve.repository.profiles import CORE, POSTPROCESSING, PREPROCESSING
 
 if TYPE_CHECKING:
+    from aiohttp.connector import Connection
+    from aiohttp.http import RawResponseMessage
+
     from trtserve.gateway.replicas import Replicas
 
 Group = Literal["shared-memory", "trace", "logging", "model-control"]
@@ -54,6 +66,7 @@ _IDLE_SECONDS = 15.0
 _STATUSES = frozenset((*range(200, 300), *range(400, 600)))
 _LARGEST_ANSWER = 16 << 20  # about models, and of the metrics page
 _LONGEST_REASON = 300
+_MOST_INTERIM = 16  # answers before the answer; Triton sends at most one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +158,29 @@ class SilentError(RefusedError):
         super().__init__(503, text)
 
 
+class _Answer(ClientResponse):
+    """An answer with few interim ones (100 Continue) before it; the client itself reads any number."""
+
+    async def start(self, connection: Connection) -> ClientResponse:
+        """Wait for the status and the headers. Raises ClientError at the limit."""
+        protocol, left = connection.protocol, _MOST_INTERIM
+        assert protocol is not None
+        read = protocol.read
+
+        async def read_few() -> tuple[RawResponseMessage, StreamReader]:
+            nonlocal left
+            if left < 0:
+                raise ClientConnectionError(f"it sends more than {_MOST_INTERIM} interim answers")
+            left -= 1
+            return await read()
+
+        protocol.read = read_few  # type: ignore[method-assign]
+        try:
+            return await super().start(connection)
+        finally:
+            del protocol.read
+
+
 class TritonHttp:
     """Triton's HTTP service, over connections that are kept."""
 
@@ -167,6 +203,7 @@ class TritonHttp:
         return ClientSession(
             connector=TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
             cookie_jar=DummyCookieJar(),
+            response_class=_Answer,
             auto_decompress=False,
             headers=self._headers,
             trust_env=False,

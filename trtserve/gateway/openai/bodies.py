@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -36,6 +36,7 @@ _LONGEST_STOP = 1024  # characters
 _MOST_STOP_IDS = 1024
 _LONGEST_GUIDE = 128 << 10  # the engine takes no longer ones
 _LONGEST_ID = 10  # digits
+_MOST_KEYS = 1024
 _MOST = {
     "stop": (64, "stop strings"),
     "logit_bias": (4096, "biases"),
@@ -52,7 +53,10 @@ def _with_text(choices: list[str]) -> list[str]:
     return choices
 
 
-Choices = Annotated[list[str], Field(min_length=1), AfterValidator(_with_text)]
+T = TypeVar("T")
+Listed = Annotated[list[T], Field(fail_fast=True)]
+"""A list that is checked up to its first fault: a million faults take seconds, and clients see the first."""
+Choices = Annotated[Listed[str], Field(min_length=1), AfterValidator(_with_text)]
 ToolName = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -68,6 +72,8 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > _MOST_KEYS:  # each that is unknown is a fault of its own
+            raise ValueError(f"the object has {len(value)} keys; at most {_MOST_KEYS} are allowed")
         return understood(value, cls.model_fields) if isinstance(value, dict) else value
 
     @field_validator(*_MOST, mode="before", check_fields=False)
@@ -137,7 +143,7 @@ class Sampling(Body):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: str | list[str] | None = None
+    stop: str | Listed[str] | None = None
     logit_bias: dict[str, float] | None = None
 
     # Extensions with the names that vLLM gave them.
@@ -145,7 +151,7 @@ class Sampling(Body):
     min_p: float | None = Field(None, ge=0, le=1)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     repetition_penalty: float | None = Field(None, gt=0)
-    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=_MOST_STOP_IDS)
+    stop_token_ids: Listed[TokenId] = Field(default_factory=list, max_length=_MOST_STOP_IDS)
     ignore_eos: bool = False
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
@@ -262,7 +268,7 @@ class Sampling(Body):
 class CompletionBody(Sampling):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | Listed[str] | Listed[TokenId] | Listed[Listed[TokenId]]
     best_of: int | None = Field(None, ge=1, le=MOST_SEQUENCES)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=5)
@@ -340,7 +346,7 @@ class AllowedSet(Body):
     """Some of the tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
-    tools: list[NamedTool] = Field(min_length=1)
+    tools: Listed[NamedTool] = Field(min_length=1)
 
 
 class AllowedTools(Body):
@@ -359,12 +365,12 @@ class Thinking(Body):
 class ChatBody(Sampling):
     """`POST /v1/chat/completions`."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Listed[dict[str, Any]] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Tool] = Field(default_factory=list)
+    tools: Listed[Tool] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools = "auto"
     parallel_tool_calls: bool = True
     add_generation_prompt: bool | None = None
@@ -377,7 +383,7 @@ class ChatBody(Sampling):
     separate_reasoning: bool = True  # SGLang's: whether they are told from the text
     reasoning_format: Literal["auto", "deepseek", "deepseek-legacy", "none"] = "auto"  # llama.cpp's
 
-    modalities: list[Literal["text"]] = Field(default_factory=list)  # no effect
+    modalities: Listed[Literal["text"]] = Field(default_factory=list)  # no effect
 
     @field_validator("logprobs", mode="before")
     @classmethod
@@ -508,8 +514,8 @@ class TokenizeBody(Body):
 
     model: str = ""
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    messages: Listed[dict[str, Any]] | None = None
+    tools: Listed[dict[str, Any]] = Field(default_factory=list)
     add_special_tokens: bool | None = None
     """Without a word texts get them, and conversations have those of the template alone."""
     add_generation_prompt: bool = True
@@ -533,7 +539,7 @@ class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
     model: str = ""
-    tokens: list[TokenId]
+    tokens: Listed[TokenId]
 
 
 def chat_body(asked: dict[str, Any]) -> ChatBody:

@@ -18,10 +18,9 @@ from starlette.exceptions import HTTPException
 
 from trtserve.client.endpoint import UnavailableError
 from trtserve.errors import ServerUnreachableError, TrtserveError
-from trtserve.gateway.asgi import MOST_VALUES, SMALL, RefusedError, has_many_values
+from trtserve.gateway.asgi import SMALL, RefusedError, require_few, without_memory
 from trtserve.gateway.openai.other_keys import reason_against
 
-_MOST_PARTS = 1 << 16  # objects, lists and keys: each costs as much as hundreds of characters
 _LOG = logging.getLogger(__name__)
 _TYPES = {
     401: "authentication_error",
@@ -180,6 +179,7 @@ class OpenAIRoute(APIRoute):
             if not isinstance(error.__cause__, RefusedError):
                 return ApiError("The body is not valid JSON.", status=error.status_code)
             error = error.__cause__
+        error = without_memory(error) or error
         if isinstance(error, RefusedError):
             return ApiError(error.text, status=error.status)
         if isinstance(error, TrtserveError):
@@ -203,16 +203,14 @@ def _take_as_json(request: Request) -> None:
 async def _prepare(request: Request, validate: Validate) -> None:
     """Check the body of a request. A large one is checked in a thread, and FastAPI gets what comes out.
 
-    Raises ApiError and RequestValidationError.
+    Raises ApiError, RefusedError and RequestValidationError.
     """
     body = await request.body()
     if len(body) <= SMALL:
         _readable(body or b"{}")
         return
-    if await asyncio.to_thread(has_many_values, body):
-        raise ApiError(f"The body has more than {MOST_VALUES} values.")
+    await asyncio.to_thread(require_few, body)
     content = await asyncio.to_thread(_readable, body)
-    await asyncio.to_thread(_require_few_parts, content)
     if "json" in request.headers.get("content-type", ""):
         checked, errors = await asyncio.to_thread(validate, content, {}, loc=("body",))
         if errors:
@@ -226,18 +224,6 @@ def _readable(body: bytes) -> Any:
         return from_json(body, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
         raise ApiError(f"The body is not valid JSON: {str(error)[:200]}.") from None
-
-
-def _require_few_parts(content: Any) -> None:
-    """Raise ApiError for JSON with too many objects, lists and keys; lists of plain values, such as ids, count once."""
-    count, waiting = 0, [content] if isinstance(content, (dict, list)) else []
-    while waiting:
-        each = waiting.pop()
-        inner = each.values() if isinstance(each, dict) else each
-        count += 1 + (len(each) if isinstance(each, dict) else 0)
-        waiting += [value for value in inner if isinstance(value, (dict, list))]
-        if count + len(waiting) > _MOST_PARTS:
-            raise ApiError(f"The body has more than {_MOST_PARTS} objects, lists and keys.")
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:

@@ -21,7 +21,7 @@ from pydantic_core import from_json, to_json
 from trtserve.gateway.asgi import SMALL
 from trtserve.gateway.openai.answering import Form, Sequenced
 from trtserve.gateway.openai.answers import AnswerBlock, Json, Message, TextPiece, call_json
-from trtserve.gateway.openai.bodies import Body, ChatBody, NamedFunction, ToolName, chat_body
+from trtserve.gateway.openai.bodies import Body, ChatBody, Listed, NamedFunction, ToolName, chat_body
 from trtserve.gateway.openai.errors import ApiError
 from trtserve.gateway.openai.reading import Part
 
@@ -70,7 +70,7 @@ class AllowedToolsOfResponses(Body):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedToolOfResponses] = Field(min_length=1)
+    tools: Listed[NamedToolOfResponses] = Field(min_length=1)
 
 
 class TextFormat(Body):
@@ -114,7 +114,7 @@ class ResponsesBody(Body):
     """Field of the chat → the one here."""
 
     model: str = ""
-    input: str | list[dict[str, Any]]
+    input: str | Listed[dict[str, Any]]
     instructions: str = ""
     previous_response_id: str = ""
     store: bool = True
@@ -122,7 +122,7 @@ class ResponsesBody(Body):
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
-    tools: list[FunctionOfResponses] = Field(default_factory=list)
+    tools: Listed[FunctionOfResponses] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedToolOfResponses | AllowedToolsOfResponses = "auto"
     parallel_tool_calls: bool = True
     text: TextSettings = Field(default_factory=TextSettings)
@@ -137,14 +137,14 @@ class ResponsesBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Listed[str] | None = None
     ignore_eos: bool = False
     logit_bias: dict[str, float] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     truncation: Literal["disabled"] = "disabled"
 
     # No effect.
-    include: list[_Included] = Field(default_factory=list)
+    include: Listed[_Included] = Field(default_factory=list)
     stream_options: dict[str, Any] = Field(default_factory=dict)
     user: str = ""
 

@@ -15,7 +15,7 @@ from pydantic import Field
 from pydantic_core import to_json
 
 from trtserve.client.tensors import ModelRequest, Reply
-from trtserve.gateway.openai.bodies import Body, TokenId
+from trtserve.gateway.openai.bodies import Body, Listed, TokenId
 from trtserve.gateway.openai.errors import ApiError
 from trtserve.gateway.openai.served import Backend, ServedModel
 from trtserve.gateway.replicas import Replica
@@ -32,7 +32,7 @@ class EmbeddingBody(Body):
     """`POST /v1/embeddings`."""
 
     model: str = ""
-    input: str | list[str] | list[TokenId] | list[list[TokenId]]
+    input: str | Listed[str] | Listed[TokenId] | Listed[Listed[TokenId]]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1, le=MOST_DIMENSIONS)
     user: str | None = None
@@ -54,7 +54,7 @@ class RerankBody(Body):
 
     model: str = ""
     query: str = Field(min_length=1)
-    documents: list[str] = Field(min_length=1, max_length=_MOST_INPUTS - 1)
+    documents: Listed[str] = Field(min_length=1, max_length=_MOST_INPUTS - 1)
     top_n: int | None = Field(None, ge=0)
     return_documents: bool = True
 
