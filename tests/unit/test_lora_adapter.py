@@ -208,6 +208,14 @@ def test_arrays(storage: StorageType, kind: str) -> None:
         {"lora_alpha": float("inf")},
         {"lora_alpha": 10**400},
         {"lora_alpha": True},
+        *({"r": rank} for rank in (0, -5, 10**12, float("nan"), 8.5, "8", True, None)),
+        {"rank_pattern": {"q_proj": 0}},
+        {"rank_pattern": ["q_proj"]},
+        {"target_modules": ["q_proj"] * 100_000},
+        {"target_modules": ["q_proj", 5]},
+        {"target_modules": {"q_proj": 1}},
+        {"target_modules": "a" * 1001},
+        {"exclude_modules": [None]},
     ],
 )
 def test_numbers_and_patterns_of_other_types_are_refused(content: dict[str, Any]) -> None:

@@ -15,9 +15,10 @@ from tests.support.stages import convert_adapter, make_repository
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Adapter, Engine, Manifest
 from trtserve.cli.app import run
-from trtserve.errors import RepositoryError, UnsupportedModelError, UsageError
+from trtserve.errors import CorruptFileError, RepositoryError, UnsupportedModelError, UsageError
+from trtserve.executor.loaders import read_engine_config
 from trtserve.programs.shared.lora_names import LoraNames
-from trtserve.repository.adapters import add_adapter, find_adapters, remove_adapter
+from trtserve.repository.adapters import add_adapter, find_adapters, remove_adapter, resolve_adapters
 from trtserve.repository.assembling import plan_repository
 from trtserve.specs import RepositorySpec
 from trtserve.specs.options import options_of
@@ -89,6 +90,8 @@ def test_the_content_decides_id_and_fingerprint(engine: Engine, tokenizer: Path,
         ([(13, 0, 2)], "it changes module 13"),
         ([(Q, 2, 2)], "it changes layer 2; the engine has 2 layers"),
         ([(Q, 0, 8)], "its rank is 8; the engine was built for ranks up to 4"),
+        ([(Q, -1, 2)], "it changes layer -1; the engine has 2 layers"),
+        ([(Q, 0, -5)], "its rank is -5; expected 1 or more"),
         ([(Q, 0, 4)], "attn_q has 512 weights at rank 4, a row holds 256"),
     ],
 )
@@ -227,6 +230,18 @@ def test_adapters_are_added_and_removed_while_a_repository_is_served(
     assert names.tensors("poet")[0][0, 0, 0] == 3
     (made / "lora.json").write_text("[]")
     assert known() == ["poet"]  # a broken table changes nothing
+
+
+@pytest.mark.parametrize("wrong", [{"r": 0}, {"r": 2.5}, {"lora_alpha": "1"}, {"target_modules": [5]}])
+def test_an_adapter_that_vllm_would_load_has_a_sound_config(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, object]
+) -> None:
+    monkeypatch.setattr("trtserve.repository.adapters.takes_peft", lambda _: True)
+    content = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "rank_pattern": {"q_proj": 5}, **wrong}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(content))
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(CorruptFileError, match=rf"--lora x=.* adapter_config\.json has .*{next(iter(wrong))}"):
+        resolve_adapters({"x": tmp_path}, read_engine_config(engine.path))
 
 
 def test_adapters_of_vllm_stay_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -60,6 +60,7 @@ PATTERN_SECONDS = 5  # seconds in which the patterns of an adapter must be match
 _MOST_PATTERNS = 10_000
 _LONGEST_PATTERN = 1000
 _LARGEST_ALPHA = 1e9
+_LARGEST_RANK = 1 << 16
 _EXPERT = re.compile(r".*\.experts\.\d+\..*")
 # PEFT changes the base model's weights when it loads adapters with these settings.
 _CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga")
@@ -132,7 +133,10 @@ class Pair:
 
 
 def adapter_config(content: Mapping[str, Any]) -> AdapterConfig:
-    """Read adapter_config.json. Raises UnsupportedModelError for features that LoRA rows cannot express."""
+    """Read adapter_config.json.
+
+    Raises UnsupportedModelError for features that LoRA rows cannot express; for values see `require_plain`.
+    """
     kind = str(content.get("peft_type", "LORA")).upper()
     if kind != "LORA":
         raise UnsupportedModelError(f"The adapter has peft_type {kind:.100}; only LORA can be converted.")
@@ -144,17 +148,8 @@ def adapter_config(content: Mapping[str, Any]) -> AdapterConfig:
     start = content.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGING_INITS):
         raise _unsupported(f"changed base weights (init_lora_weights {start!r:.100})")
+    require_plain(content)
     patterns = content.get("alpha_pattern") or {}
-    if not isinstance(patterns, Mapping) or len(patterns) > _MOST_PATTERNS:
-        raise CorruptFileError(
-            f"adapter_config.json has alpha_pattern = {patterns!r:.100}; expected an object of at most "
-            f"{_MOST_PATTERNS} patterns."
-        )
-    if long := next((key for key in patterns if len(key) > _LONGEST_PATTERN), None):
-        raise CorruptFileError(
-            f"adapter_config.json has a pattern of {len(long)} characters in alpha_pattern; at most {_LONGEST_PATTERN} "
-            "are tried."
-        )
     return AdapterConfig(
         alpha=_number("lora_alpha", content.get("lora_alpha")),
         rslora=bool(content.get("use_rslora")),
@@ -163,12 +158,54 @@ def adapter_config(content: Mapping[str, Any]) -> AdapterConfig:
     )
 
 
+def require_plain(content: Mapping[str, Any]) -> None:
+    """Check ranks, scales and names in adapter_config.json. Raises CorruptFileError, which names the limit."""
+    _number("lora_alpha", content.get("lora_alpha"))
+    _rank("r", content.get("r", 1))
+    for key, check in (("alpha_pattern", _number), ("rank_pattern", _rank)):
+        patterns = content.get(key) or {}
+        if not isinstance(patterns, Mapping):
+            raise _wrong(key, patterns, f"an object of at most {_MOST_PATTERNS} patterns")
+        _require_names(key, patterns)
+        for pattern, value in patterns.items():
+            check(f"{key} {pattern!r}", value)
+    for key in ("target_modules", "exclude_modules"):  # names, or one regular expression
+        names = content.get(key) or ()
+        if not isinstance(names, str | list | tuple):
+            raise _wrong(key, names, "names of modules")
+        _require_names(key, [names] if isinstance(names, str) else names)
+
+
+def _require_names(key: str, names: Collection[object]) -> None:
+    if len(names) > _MOST_PATTERNS:
+        raise CorruptFileError(
+            f"adapter_config.json has {len(names)} names in {key}; at most {_MOST_PATTERNS} are read."
+        )
+    for name in names:
+        if not isinstance(name, str):
+            raise _wrong(f"a name in {key}", name, "a text")
+        if len(name) > _LONGEST_PATTERN:
+            raise CorruptFileError(
+                f"adapter_config.json has a pattern of {len(name)} characters in {key}; at most {_LONGEST_PATTERN} "
+                "are tried."
+            )
+
+
 def _number(name: str, value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not -_LARGEST_ALPHA < value < _LARGEST_ALPHA:
-        raise CorruptFileError(
-            f"adapter_config.json has {name} = {value!r:.100}; expected a number below {_LARGEST_ALPHA:g}."
-        )
+        raise _wrong(name, value, f"a number below {_LARGEST_ALPHA:g}")
     return value
+
+
+def _rank(name: str, value: object) -> None:
+    if type(value) is not int or not 1 <= value <= _LARGEST_RANK:
+        raise _wrong(name, value, f"a rank from 1 to {_LARGEST_RANK}")
+
+
+def _wrong(name: str, value: object, expected: str) -> CorruptFileError:
+    return CorruptFileError(
+        f"adapter_config.json has {name:.200} = {value!r:.100}; expected {expected}.", hint="Save it again with PEFT."
+    )
 
 
 def _unsupported(words: str) -> UnsupportedModelError:

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING
 
 from trtserve.artifacts import Adapter, looks_like
 from trtserve.artifacts.engine_config import EngineConfig
-from trtserve.checkpoint.lora_adapter import PEFT_CONFIG, PEFT_WEIGHTS, peft_arrays, peft_config, peft_pairs
+from trtserve.checkpoint.lora_adapter import (
+    PEFT_CONFIG,
+    PEFT_WEIGHTS,
+    peft_arrays,
+    peft_config,
+    peft_pairs,
+    require_plain,
+)
 from trtserve.errors import CorruptFileError, RepositoryError, TrtserveError, UsageError
 from trtserve.executor.engine.shapes import MODULE_IDS, LoraModule, lora_modules
 from trtserve.executor.loaders import embedded_runtime, read_engine_config
@@ -117,11 +124,15 @@ def _resolve_peft(folders: Mapping[str, Path], config: EngineConfig) -> tuple[Na
                 f"{PEFT_WEIGHTS}), which vLLM loads."
             )
         content = read_json_object(folder / PEFT_CONFIG, CorruptFileError)
-        if missing := [key for key in ("r", "lora_alpha", "target_modules") if not content.get(key)]:
+        if missing := [key for key in ("r", "lora_alpha", "target_modules") if key not in content]:
             raise RepositoryError(f"--lora {name}={folder}: {PEFT_CONFIG} has no {' and no '.join(missing)}.")
-        rank = content["r"]
+        try:
+            require_plain(content)
+        except CorruptFileError as error:
+            raise CorruptFileError(f"--lora {name}={folder}: {error.message}", hint=error.hint) from None
+        rank = max([content["r"], *(content.get("rank_pattern") or {}).values()])
         most = config.build.lora_config.max_lora_rank
-        if isinstance(rank, int) and rank > most:
+        if rank > most:
             raise RepositoryError(
                 f"The adapter {name} has rank {rank}; the model is served with ranks up to {most}.",
                 hint=f"Raise the limit: --max-lora-rank {rank}",
@@ -286,8 +297,10 @@ def _require_fit(
             what = names.get(module, f"module {module}")
             built = ", ".join(each.name for each in modules.values())
             reason = f"it changes {what}; the engine was built for {built}"
-        elif layer >= layers:
+        elif not 0 <= layer < layers:
             reason = f"it changes layer {layer}; the engine has {layers} layers"
+        elif rank < 1:
+            reason = f"its rank is {rank}; expected 1 or more"
         elif rank > rank_limit:
             reason = f"its rank is {rank}; the engine was built for ranks up to {rank_limit} (--max-lora-rank)"
         elif modules[module].numbers(rank) > width:
