@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +19,10 @@ from tests.support.waiting import eventually, wait_until
 from trtserve.errors import MissingDependencyError, ServerStopError
 from trtserve.gateway.standstill import python_stubs
 from trtserve.host.machine import SHARED_MEMORY
-from trtserve.process import Command, ProcessId, exit_code, kill_group, run, spawn, stop, tree
+from trtserve.process import Command, ProcessId, exit_code, halts, kill_group, run, spawn, stop, tree
+from trtserve.progress import SILENT
+from trtserve.server import supervision
+from trtserve.store import Store
 
 SLEEP = "import time; time.sleep(60)"
 # A child in its own session, as mpirun's daemons make; its pid is written once it runs.
@@ -211,3 +216,33 @@ def test_a_fork_of_a_stub_is_no_stub(tmp_path: Path) -> None:
         assert stub.stdin is not None
         stub.stdin.close()
     assert (found.get(stub.pid), fork.pid in found) == ("demo", False)
+
+
+def test_a_helper_that_a_signal_stops_is_killed_before_health_would_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = [100.0]
+    for module in (supervision, halts):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    monkeypatch.setattr(supervision, "named_parts", lambda _: {})
+    script = "read line; sleep 60 & echo $!; wait"
+    with subprocess.Popen(
+        ["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as part:
+        try:
+            server: Any = SimpleNamespace(name="demo", instances=(), gateways=(), roots=[ProcessId.of(part.pid)])
+            watchman = supervision.Watchman(server, Store(tmp_path), SILENT)
+            watchman.standing(thoroughly=True)  # before the helper is there
+            assert part.stdin is not None
+            assert part.stdout is not None
+            part.stdin.write(b"go\n")
+            part.stdin.flush()
+            helper = ProcessId.of(int(part.stdout.readline()))
+            assert helper is not None
+            os.kill(helper.pid, signal.SIGSTOP)
+            while helper.alive():
+                assert seconds[0] < 105
+                seconds[0] += supervision._INTERVAL
+                watchman.standing(thoroughly=seconds[0] % supervision._PROBE == 0)
+        finally:
+            os.killpg(part.pid, signal.SIGKILL)

@@ -231,7 +231,9 @@ _HALTED = 3.0
 _HUNG = 8.0
 _SILENT = 60.0
 _GATEWAY_SILENT = 15.0
-_HELPERS = 5.0  # looking for processes that parts have started reads all of /proc
+# Requests wait for a helper process that stands still: less than the five seconds after which health pages fail.
+_HELPERS = 2.0  # looking for processes that parts have started reads all of /proc
+_HALTED_HELPER = 2.0
 
 
 class Watchman:
@@ -246,31 +248,32 @@ class Watchman:
             for instance in server.instances:  # those of the other ranks too
                 stubs = python_stubs(instance.process).items()
                 self._parts |= {stub: f"the Python stub of {model}" for stub, model in stubs if stub not in self._parts}
-        self._halts, self._hangs = Halts(_HALTED), [Hangs(_HUNG) for _ in server.instances]
+        self._halts, self._helper_halts = Halts(_HALTED), Halts(_HALTED_HELPER)
+        self._hangs = [Hangs(_HUNG) for _ in server.instances]
         self._helpers: set[ProcessId] = set()
         self._next_helpers = 0.0
         self._found: Ended | None = None
 
     def standing(self, thoroughly: bool) -> Ended | None:
         """Return a part that stands still; one that a signal has not stopped only when asked to look `thoroughly`."""
+        now = time.monotonic()
+        if now > self._next_helpers:
+            self._next_helpers = now + _HELPERS
+            self._helpers = {each for root in self._server.roots for each in tree(root)} - self._parts.keys()
         if (found := self._halted()) is None and thoroughly:
-            now = time.monotonic()
-            if now > self._next_helpers:
-                self._next_helpers = now + _HELPERS
-                self._helpers = {each for root in self._server.roots for each in tree(root)} - self._parts.keys()
             self._found = self._hung()
         return found or self._found
 
     def _halted(self) -> Ended | None:
         """Return a part that a signal has stopped. What a part has started, and has been stopped, is killed."""
-        lasting = self._halts.lasting([*self._parts, *self._helpers])
-        if helpers := self._helpers.intersection(lasting):
+        lasting = self._halts.lasting(self._parts)
+        if helpers := self._helper_halts.lasting(self._helpers):
             # Whoever started it waits for its answer, and starts another one when it has ended.
             stop_all(helpers, grace=0)
-            self._helpers -= helpers
+            self._helpers.difference_update(helpers)
             pids = ", ".join(str(helper.pid) for helper in helpers)
             self._progress.warn(f"A helper process (pid {pids}) had been stopped by a signal, and was killed.")
-        part = next((each for each in lasting if each in self._parts), None)
+        part = next(iter(lasting), None)
         return None if part is None else self._ended(f"{self._parts[part]} (pid {part.pid}) {HALTED}", part)
 
     def _hung(self) -> Ended | None:
