@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from contextlib import nullcontext
 from pathlib import Path
@@ -236,9 +237,9 @@ def test_a_name_is_served_under_its_address(repository: ModelRepository, tmp_pat
     assert "--grpc-address=127.0.0.1" in plan.instances[0].launch.command.argv
 
 
-@pytest.mark.parametrize("host", ["::1", "host.invalid", "", "a" * 70])
+@pytest.mark.parametrize("host", ["::1", "[::1]", "host.invalid", "", "a" * 70])
 def test_a_host_without_ipv4_address_is_refused(repository: ModelRepository, host: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"cannot listen on {host}: .*IPv4"):
+    with pytest.raises(UsageError, match=f"cannot listen on {re.escape(host)}: .*IPv4"):
         plan_server(repository, ServerSpec(host=host), store=Store(tmp_path))
 
 

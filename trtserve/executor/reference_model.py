@@ -85,8 +85,7 @@ def _properties(threads: int | None) -> dict[str, Any]:
 def cap_scores(graph: ov.Model, cap: float) -> None:
     """Limit the scores of every attention in `graph` to (-cap, cap) before the mask: cap * tanh(score / cap).
 
-    Paged attention does not support this (Gemma 2), so engines are refused; with plain operations the model can still
-    be compared.
+    Attention without pages has no operation for this (Gemma 2), so it is written out in plain ones.
     """
     for node in graph.get_ordered_ops():
         if node.get_type_name() == "ScaledDotProductAttention":
