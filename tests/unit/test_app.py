@@ -15,7 +15,7 @@ import pytest
 import trtserve
 from trtserve.__main__ import main
 from trtserve.cli.app import COMMANDS, SHOWN, USUAL, command_tree, run
-from trtserve.cli.documentation import page_text
+from trtserve.cli.documentation import page_text, plain
 from trtserve.cli.output import print_json
 from trtserve.cli.parser import _ASKED_FOR
 from trtserve.errors import CheckError, MemoryLimitError, ServerNotFoundError, UsageError, exit_codes
@@ -180,19 +180,73 @@ def test_several_words_find_the_options_that_have_all_of_them(capsys: pytest.Cap
     assert capsys.readouterr().out == f"{options}documentation{pages}"
 
 
-def test_a_question_in_other_words_than_ours_finds_the_answer_first(capsys: pytest.CaptureFixture[str]) -> None:
-    for question, first in (
-        ("load lora", "how-to/openai.md"),
-        ("where are the models stored", "questions.md"),
-        ("serve several models on one port", "questions.md"),
-        ("stop the server", "questions.md"),
-        ("run on two nodes", "tutorials/nodes.md"),
-        ("how many requests at once", "questions.md"),
-        ("CUDA out of memory", "questions.md"),
-        ("openwebui", "questions.md"),
-    ):
+@pytest.mark.parametrize(
+    ("question", "heading"),
+    [
+        ("where are the models stored", "Where are models, engines and logs stored?"),
+        ("serve several models on one port", "How do I serve several models at once, on one port?"),
+        ("two models at once", "How do I serve several models at once, on one port?"),
+        ("stop a hung server", "How do I stop or restart a hung server (no answer, connection refused)?"),
+        ("how many requests at once", "How many requests or users does it answer at once (concurrency)?"),
+        ("CUDA out of memory", "How do I limit its memory (CUDA out of memory)?"),
+        ("openwebui", "Does Open WebUI work with it?"),
+        ("gpu is not found", "Does it work without a GPU, and what if my GPU is not found?"),
+        ("offline", "How do I work without internet access?"),
+        ("start after reboot", "How do I start it at boot, and again after a crash or reboot (systemd)?"),
+        ("ask a remote server", "How do I ask a server on a remote machine?"),
+    ],
+)
+def test_a_question_is_answered_at_once(question: str, heading: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["help", *question.split()]) == 0
+    shown = capsys.readouterr().out
+    assert " ".join(shown.split()).startswith(heading)
+    answer = shown.partition("?\n  ")[2].partition("\n\n")[0]
+    assert len(answer) > 40
+    assert "](" not in answer  # a link is words and a page
+
+
+def test_a_page_fits_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["help", "how-to/chat.md"]) == 0
+    piped = capsys.readouterr().out
+    assert piped.startswith("# Chat\n")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert run(["help", "how-to/chat.md"]) == 0
+    lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
+    assert max(map(len, lines)) <= 80 < max(map(len, piped.splitlines()))
+    assert "# Chat" not in lines
+
+
+def test_links_of_an_answer_are_words_with_their_page() -> None:
+    assert plain("**No**, read\n[the guide](how-to/a.md#part).") == "No, read the guide (how-to/a.md)."
+
+
+def test_a_question_that_has_no_answer_finds_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    for question, first in (("load lora", "how-to/openai.md"), ("run on two nodes", "tutorials/nodes.md")):
         assert run(["help", *question.split()]) == 0
         assert capsys.readouterr().out.partition("prints one):")[2].split()[0] == first
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [("delete a model", "remove"), ("see running servers", "status"), ("measure my server", "bench"), ("kill", "stop")],
+)
+def test_commands_are_found_by_what_people_call_them(
+    words: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["help", *words.split()]) == 0
+    listed = capsys.readouterr().out.partition("commands:\n")[2].partition("\n\n")[0]
+    assert [line.split()[0] for line in listed.splitlines() if line[:4].strip()].count(command) == 1
+
+
+def test_options_with_most_of_the_words_are_found_where_none_has_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["help", "firewall", "http", "port"]) == 0
+    assert "  --http-port PORT " in capsys.readouterr().out
+
+
+def test_a_command_among_words_that_its_help_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["help", "check", "prometheus"]) == 0
+    assert "how-to/watch.md" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -204,13 +258,9 @@ def test_a_question_in_other_words_than_ours_finds_the_answer_first(capsys: pyte
         ("how many requests at once", "--max-batch-size"),
     ],
 )
-def test_a_question_finds_its_page_and_then_its_option(
-    question: str, option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_question_finds_its_option_too(question: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["help", *question.split()]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("documentation")
-    assert f"  {option} " in shown
+    assert f"  {option} " in capsys.readouterr().out
 
 
 def test_every_option_that_a_question_finds_exists() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.cli.app import command_tree, with_default
-from trtserve.cli.documentation import page_text, pages_about
+from trtserve.cli.documentation import about, page_text
 from trtserve.cli.parser import split_help
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def _unknown(line: str) -> set[str]:
     """The options of a line that its command lacks, or its words when it names no command."""
     if asked := re.fullmatch(r"trtserve help (.+)", line):  # words to search for, a page, or a command
         known = asked[1] in {"WORDS", "COMMAND", *COMMANDS.commands} or page_text(asked[1])
-        return set() if known or pages_about(asked[1].split()) else {asked[1]}
+        return set() if known or about(asked[1].split()).pages else {asked[1]}
     node, rest = _resolve([*with_default(shlex.split(line, comments=True)[1:])])
     if hasattr(node, "commands"):
         return set(rest or [line])

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from trtserve.errors import listing
@@ -20,6 +21,8 @@ _EXACT = 4  # factor of a section whose heading is what was asked for, and no mo
 _PLACES = {"questions": 1.2, "how-to": 1.0, "tutorials": 1.0, "getting-started": 1.0, "security": 1.0}
 _OTHERS = 0.5  # factor of all other pages: they explain or list, and rarely say how
 _LEAST = 0.12  # of the best score
+_QUESTIONS = "questions.md"
+_ANSWERED = 0.6  # share of the asked words, weighed by how rare they are, that the heading of an answer has
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,10 @@ class PageSection:
     title: str
     heading: str
     """Empty for what stands below the title."""
+    text: str
+    """Markdown without code blocks."""
     words: Counter[str]
-    """Words of its text outside code blocks, with how often each occurs."""
+    """Words of the text, with how often each occurs."""
 
 
 def page_text(name: str) -> str | None:
@@ -47,23 +52,35 @@ def page_text(name: str) -> str | None:
     return names[wanted].read_text(encoding="utf-8") if wanted in names else None
 
 
-def sections() -> list[PageSection]:
+@cache
+def sections() -> Sequence[PageSection]:
     """Return the sections of all pages but decisions, commands and what tells of the past."""
     found = []
     for page in sorted({*_FOLDER.glob("*.md"), *_FOLDER.glob("*/*.md")} - {_FOLDER / name for name in _UNLISTED}):
         if page.parent.name == "decisions":
             continue
-        outside_code = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL).replace("`", "")
+        outside_code = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
         _, *parts = re.split(r"^#+ (.+)$", outside_code, flags=re.MULTILINE)
-        for heading, text in zip(parts[::2], parts[1::2], strict=True):
+        headings = [heading.replace("`", "") for heading in parts[::2]]
+        for place, text in enumerate(parts[1::2]):
             words = Counter(re.findall(r"[a-z0-9]{2,}", re.sub(r"\]\(.*?\)", "", text).lower()))
-            name = str(page.relative_to(_FOLDER))
-            found.append(PageSection(name, parts[0], "" if heading is parts[0] else heading, words))
+            name, heading = str(page.relative_to(_FOLDER)), headings[place] if place else ""
+            found.append(PageSection(name, headings[0], heading, text.strip(), words))
     return found
 
 
-def pages_about(parts: Sequence[str], command: str = "") -> list[tuple[str, str]]:
-    """Return the pages that say most about some words, best first: their names, and their title with the headings.
+@dataclass(frozen=True)
+class Found:
+    """What the documentation says about some words."""
+
+    pages: list[tuple[str, str]]
+    """Pages, best first: their names, and their title with the headings."""
+    answer: PageSection | None
+    """The question whose words were asked, with its answer."""
+
+
+def about(parts: Sequence[str], command: str = "") -> Found:
+    """Return what the pages say about some words.
 
     `parts` are expressions for single words, which may be in any order. Rare words count more, a word that no page
     has does not count. With `command`, its name is one more word.
@@ -73,10 +90,11 @@ def pages_about(parts: Sequence[str], command: str = "") -> list[tuple[str, str]
     counts = [[_counts(pattern, section) for pattern in patterns] for section in every]
     spread = [sum(any(row[place]) for row in counts) for place in range(len(patterns))]
     if not any(spread[: len(parts)]):
-        return []
+        return Found([], None)
     rarity = [math.log(1 + len(every) / times) if times else 0.0 for times in spread]
     exact = beginning(r"[\W_]+".join(parts) + "s?")
     pages: dict[tuple[str, str], list[tuple[float, str]]] = {}
+    best, answer = 0.0, None
     for section, row in zip(every, counts, strict=True):
         weighted = list(zip(rarity, row, strict=True))
         score = sum(
@@ -88,8 +106,29 @@ def pages_about(parts: Sequence[str], command: str = "") -> list[tuple[str, str]
         score *= _EXACT if exact.fullmatch(section.heading or section.title) else 1
         if score > 0:
             pages.setdefault((section.page, section.title), []).append((score, section.heading))
+        asked = sum(rare for rare, (in_heading, _, _) in weighted if in_heading) >= _ANSWERED * sum(rarity)
+        if section.page == _QUESTIONS and asked and score > best:
+            best, answer = score, section
     ranked = sorted(pages.items(), key=lambda item: -max(item[1])[0])[:_MOST_PAGES]
-    return [_entry(*place, found) for place, found in ranked if max(found)[0] >= _LEAST * max(ranked[0][1])[0]]
+    kept = [(place, found) for place, found in ranked if max(found)[0] >= _LEAST * max(ranked[0][1])[0]]
+    return Found([_entry(*place, found) for place, found in kept], answer)
+
+
+def rendered(page: str, width: int) -> str:
+    """Return a page of Markdown as a terminal of `width` columns shows it."""
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    console = Console(width=width, force_terminal=True)
+    with console.capture() as shown:
+        console.print(Markdown(page, hyperlinks=False))
+    return shown.get()
+
+
+def plain(text: str) -> str:
+    """Return the Markdown of an answer as a terminal shows it: the page of a link stands behind its words."""
+    linked = re.sub(r"\[([^]]+)\]\(([^)#]+)[^)]*\)", r"\1 (\2)", " ".join(text.split()))
+    return linked.replace("**", "")
 
 
 def beginning(expression: str) -> re.Pattern[str]:

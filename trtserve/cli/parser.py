@@ -42,16 +42,31 @@ _WIDEST_NAME = 28  # of an option in the help; longer ones have a line of their 
 _LONGEST_NAME = 74  # with all choices; beyond it these go into the text
 _MOST_OWNERS = 4  # commands that the help of a word names for an option
 _MOST_FOUND = 10  # options that the help of a word shows, unless more have it in their names
+_MOST_PARTLY = 3  # of these that have a part of the words only
 # Words of a question that tell nothing about its subject.
 _SAY_NOTHING = re.compile(
-    "an?|and|are|at|be|by|can|do|does|for|from|get|have|how|i|if|in|is|its?|me|my|of|on|or|so|that|the|there|this|to|"
-    "use|using|want|what|when|where|which|why|with|you|your"
+    "an?|and|any|are|at|be|by|can|change|choose|do|does|error|example|for|from|get|have|how|i|if|in|is|its?|make|me|my|"
+    "need|of|on|or|own|see|set|should|so|that|the|there|this|to|use|using|want|what|when|where|which|why|with|you|your"
 )
 _SHORT_WORD = 3  # letters; log is not logits
 # What people call things that the help calls otherwise.
 _SYNONYMS = {
     "https": "tls",
     "ssl": "tls",
+    "offline": "internet",
+    "remote": "another",
+    "two": "several",
+    "boot": "systemd",
+    "reboot": "systemd",
+    "config": "setup|settings",
+    "environment": "variable",
+    "stuck": "hung",
+    "nothing": "hung",
+    "accuracy": "quality|exact|equal",
+    "mac": "macos",
+    "cpp": "gguf",
+    "thread": "processor",
+    "threads": "processor",
     "password": "key",
     "auth": "key",
     "huggingface": "hub|hugging",
@@ -83,23 +98,27 @@ _COMMON = ("Arguments", "Options")
 _MOST_NAMED = 5  # options of a heading that a short help names; of more, one less
 # Attention, MLPs and experts: how the names of modules that adapters change begin.
 _MODULE = re.compile(r"(cross_)?(attn|mlp|moe)_\w+")
-# What vLLM, Ollama, Docker and Triton CLI call our commands.
-_VERBS_OF_PEERS = {
+# What people, vLLM, Ollama, Docker and Triton CLI call our commands.
+_OTHER_VERBS = {
     "serve": "start",
-    "up": "start",
-    "run": "start --detach` and `trtserve chat",
+    "launch": "start",
+    "deploy": "start",
     "generate": "query",
-    "pull": "import",
+    "ask": "query",
     "download": "import --download-only",
     "quantize": "convert --quantize",
     "ps": "status",
+    "running": "status",
+    "log": "logs",
     "ls": "list",
     "rm": "remove",
     "delete": "remove",
+    "clean": "prune",
     "show": "inspect",
     "kill": "stop",
-    "down": "stop",
     "profile": "bench",
+    "benchmark": "bench",
+    "measure": "bench",
     "compare": "bench compare",
     "report": "bench report",
     "infer": "query",
@@ -364,32 +383,43 @@ def _asked_help(context: Any, args: list[str]) -> list[str]:
 
 
 def _write_matches(node: Any, context: Any, formatter: Any, asked: str) -> None:
-    """Write what some words are about: commands and options that have all of them, and pages of the documentation.
+    """Write what some words are about: an answer, commands and options, and pages of the documentation.
 
     Of a command only its own options. For the whole command line, also the exit codes, found by that name or by a
-    code; a page that is asked for by its name is printed. A question has its pages first. Raises UsageError when there
-    is nothing.
+    code; a page that is asked for by its name is printed. A question without an answer has its pages first. Raises
+    UsageError when there is nothing.
     """
-    from trtserve.cli.documentation import beginning, page_text, pages_about, sections
+    from trtserve.cli.documentation import about, beginning, page_text, plain, rendered, sections
 
     whole = context.parent is None
     if whole and (page := page_text(asked)) is not None:
-        formatter.write(page)
+        formatter.write(rendered(page, formatter.width) if sys.stdout.isatty() else page)
         return
     parts = _stems(asked)
-    found = _records_about(node, context, parts) if parts else {}
+    found, named = _records_about(node, context, parts) if parts else {}, dict[tuple[str, str], None]()
     if whole and parts:
         begins = beginning(r"[\W_]+".join(parts))
         codes = [(code, text) for code, _, text in exit_codes() if begins.search("exit codes") or asked == code]
-        found["exit codes"] = codes
+        named = dict.fromkeys((*_commands_named(node, asked), *found.pop(context.command_path, [])))
+        found = {"exit codes": codes, **found}
     command = "" if whole else context.command_path.split()[1]
-    pages = {"documentation (`trtserve help PAGE` prints one)": pages_about(parts, command)} if parts else {}
+    documented = about(parts, command)
+    pages = {"documentation (`trtserve help PAGE` prints one)": documented.pages}
     question = len(parts) < len(asked.split())
-    found = {**pages, **found} if question else {**found, **pages}
+    if documented.answer and (whole or len(parts) > 1):
+        formatter.write_text(documented.answer.heading)
+        with formatter.indentation():
+            formatter.write_text(plain(documented.answer.text))
+        question = False
+    found = {"commands": list(named), **(pages | found if question else found | pages)}
     for title, rows in found.items():
         if rows:
             with formatter.section(title):
                 _write_columns(formatter, rows)
+    if not any(found.values()) and not whole and about(parts).pages:  # the first word was not meant as a command
+        root = context.find_root()
+        _write_matches(root.command, root, formatter, f"{command} {asked}")
+        return
     if not any(found.values()):
         path, known = context.command_path, {word for section in sections() for word in section.words}
         hint = f"{did_you_mean(asked.lower(), known, cutoff=_CLOSE_SHORT)} `{path} --help-all` shows all of it."
@@ -420,25 +450,29 @@ def _records_about(node: Any, context: Any, parts: Sequence[str]) -> dict[str, l
     """Return what matches of the help of a command and those below it, each once, by the commands that have it.
 
     A record has all words, and where any have them one after the other, only those count. Where many do, those that
-    have them in their names count.
+    have them in their names count. Where none has all, a few whose names have the most do.
     """
     from trtserve.cli.documentation import beginning
 
     owners: dict[tuple[str, str], list[str]] = {}  # option → its commands
+    others: dict[tuple[str, str], list[str]] = {}
     each_word = [*map(beginning, parts)]
     for names, each in commands_of(node):
         if each.hidden:
             continue
         own = each.make_context(names[-1] if names else context.info_name, [], parent=context, resilient_parsing=True)
-        for title, records in help_sections(each, own):
-            about = [
-                record
-                for record in records
-                if all(word.search(_words_of(record)) for word in each_word) and "--help [" not in record[0]
-            ]
+        for title, listed in help_sections(each, own):
+            records = [record for record in listed if "--help [" not in record[0]]
+            about = [record for record in records if all(word.search(_words_of(record)) for word in each_word)]
             # A heading stands for all below it where none of them has the word itself.
-            for record in about or (records if all(word.search(title) for word in each_word) else ()):
-                owners.setdefault(record, []).append(" ".join(names))
+            about = about or (records if all(word.search(title) for word in each_word) else [])
+            for record in records:
+                (owners if record in about else others).setdefault(record, []).append(" ".join(names))
+    if not owners and len(parts) > 1 and others:  # what has most of the words in its name, the shortest name first
+        ranks = {record: sum(bool(word.search(record[0])) for word in each_word) for record in others}
+        most = max(ranks.values())
+        best = sorted((each for each, rank in ranks.items() if rank == most), key=lambda each: len(each[0]))
+        owners = {record: others[record] for record in best[:_MOST_PARTLY] if 2 * most > len(parts)}
     phrase = beginning(r"[\W_]+".join(parts))
     kept = [record for record in owners if phrase.search(_words_of(record))] or list(owners)
     named = [record for record in kept if phrase.search(record[0])]
@@ -447,6 +481,12 @@ def _records_about(node: Any, context: Any, parts: Sequence[str]) -> dict[str, l
         heading = f"{context.command_path} {listing(owners[record], most=_MOST_OWNERS)}".rstrip()
         found.setdefault(heading, []).append(record)
     return found
+
+
+def _commands_named(node: Any, asked: str) -> list[tuple[str, str]]:
+    """Return the commands that some words name, by what other tools call them too."""
+    words = {name for word in asked.lower().split() for name in (word, _OTHER_VERBS.get(word, "").split(" ")[0])}
+    return [(name, each.get_short_help_str(200)) for name, each in node.commands.items() if name in words]
 
 
 def _words_of(record: tuple[str, str]) -> str:
@@ -535,8 +575,8 @@ def _extra_arguments(path: str, words: Sequence[str], meant: str | None) -> Usag
 
 def _no_such_command(word: str, path: str, commands: Sequence[str]) -> UsageError:
     close = difflib.get_close_matches(word, commands, n=3)
-    if path == "trtserve" and word in _VERBS_OF_PEERS:
-        hint = f"Use `{path} {_VERBS_OF_PEERS[word]}`."
+    if path == "trtserve" and word in _OTHER_VERBS:
+        hint = f"Use `{path} {_OTHER_VERBS[word]}`."
     elif close:
         hint = f"Did you mean {' or '.join(f'`{path} {name}`' for name in close)}?"
     elif len(commands) <= _MOST_LISTED:
