@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.bench_records import MS, answered, correlated, report_of
-from trtserve.bench.monitoring import Samples, WorkerHealth
+from trtserve.bench.monitoring import OtherPrograms, Samples, WorkerHealth
 from trtserve.bench.records import RequestRecord
 from trtserve.bench.run import _bounds
 from trtserve.bench.statistics import read_goals
@@ -275,3 +278,24 @@ def test_engines_on_gpus_are_bound_by_the_memory_of_gpus(built: dict[str, object
         (tmp_path / f"rank{rank}.{'safetensors' if built else 'engine'}").write_bytes(b"0" * 500)
     bounds = _bounds(tmp_path, None, "tensorrt_llm")
     assert (bounds.weight_bytes, bounds.bytes_per_second) == (500, 8e12)
+
+
+@pytest.mark.parametrize(("busy", "wanted"), [(0, 1.0), (1, 0.0)])
+def test_programs_on_processors_that_client_and_server_may_not_use_do_not_disturb(
+    busy: int, wanted: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter((10.0, 11.0, 12.0))
+    clock = iter((0.0, 1.0))
+    idle = psutil.cpu_times()._replace(**dict.fromkeys(psutil.cpu_times()._fields, 0.0))
+
+    def times(*, percpu: bool) -> list[Any]:
+        assert percpu
+        now = next(seconds)
+        return [idle._replace(user=now if cpu == busy else 0.0, idle=now) for cpu in range(2)]
+
+    monkeypatch.setattr(psutil, "cpu_times", times)
+    monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda _: [0])
+    monkeypatch.setattr(psutil.Process, "cpu_times", lambda _: (0.0, 0.0))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+
+    assert OtherPrograms(()).processors() == wanted

@@ -153,8 +153,14 @@ def _run_queue_ns() -> int:
         return 0
 
 
+_NOT_USED = ("idle", "iowait", "guest", "guest_nice")  # guests' times are part of others
+
+
 class OtherPrograms:
-    """What programs that are neither the client nor its server took of the processors, from its making on."""
+    """What programs that are neither the client nor its server took of the processors, from its making on.
+
+    Processors that neither of them may use do not count.
+    """
 
     def __init__(self, server: Sequence[int]) -> None:
         import psutil
@@ -163,6 +169,10 @@ class OtherPrograms:
         for pid in server:
             with suppress(psutil.Error):
                 self._processes.append(psutil.Process(pid))
+        self._cpus: set[int] = set()
+        for process in self._processes:
+            with suppress(psutil.Error):
+                self._cpus.update(process.cpu_affinity())
         self._server = tuple(server)
         self._began, self._before, self._threads = time.monotonic(), self._used(), _thread_times(self._server)
 
@@ -182,8 +192,10 @@ class OtherPrograms:
         """Return the seconds of processors that other programs have used since the machine was started."""
         import psutil
 
-        machine = psutil.cpu_times()
-        seconds = sum(machine) - sum(getattr(machine, name, 0.0) for name in ("idle", "iowait", "guest", "guest_nice"))
+        seconds = 0.0
+        for cpu, times in enumerate(psutil.cpu_times(percpu=True)):
+            if cpu in self._cpus:
+                seconds += sum(times) - sum(getattr(times, name, 0.0) for name in _NOT_USED)
         for process in self._processes:
             with suppress(psutil.Error):
                 seconds -= sum(process.cpu_times()[:2])
