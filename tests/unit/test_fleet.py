@@ -24,7 +24,7 @@ from trtserve.errors import UsageError
 from trtserve.pipeline.fleet import read_fleet, sizing
 from trtserve.pipeline.fleet.handover import dynamo_graph, hand_over, kubernetes_objects, llm_d_values
 from trtserve.pipeline.fleet.simulation import Arrivals, Incident, ReplicaSpeed, Simulated, Simulation
-from trtserve.pipeline.fleet.sizing import fitted, simulate, size, waits
+from trtserve.pipeline.fleet.sizing import Sized, fitted, simulate, size, waits
 from trtserve.pipeline.tuning.roofline import Offered, serve
 from trtserve.specs import ServerSpec
 
@@ -410,21 +410,37 @@ def test_values_fit_the_schema_of_llm_d(tmp_path: Path) -> None:
     assert values["decode"]["parallelism"]["tensor"] == 2
 
 
-@pytest.mark.parametrize(("per_node", "nodes"), [(8, None), (1, {"nodeCount": 2})])
-def test_a_graph_fits_the_schema_of_dynamo(tmp_path: Path, per_node: int, nodes: dict[str, int] | None) -> None:
+def dynamo_of(tmp_path: Path, gpus: int, per_node: int, **changes: str) -> tuple[Any, Sized]:
+    """Return a graph for replicas of `gpus` on nodes with `per_node`."""
     fleet = fleet_of(tmp_path)
     (large,) = size(fleet)
-    gpu = fleet.shapes["large"].gpu
-    fleet = replace(fleet, gpus={gpu: replace(fleet.gpus[gpu], per_node=per_node)})
-    graph = dynamo_graph(fleet, large, 'org/llama "x"')
+    shape = replace(fleet.shapes["large"], gpus=gpus, **changes)
+    kind = replace(fleet.gpus[shape.gpu], per_node=per_node)
+    fleet = replace(fleet, shapes={"large": shape}, gpus={shape.gpu: kind})
+    return dynamo_graph(fleet, large, 'org/llama "x"'), large
+
+
+@pytest.mark.parametrize(("gpus", "per_node", "nodes"), [(2, 8, 1), (2, 1, 2), (12, 8, 2)])
+def test_a_graph_fits_the_schema_of_dynamo(tmp_path: Path, gpus: int, per_node: int, nodes: int) -> None:
+    graph, large = dynamo_of(tmp_path, gpus, per_node)
     assert graph["apiVersion"] == SCHEMAS["DynamoGraphDeployment"]["version"]
     require_schema(graph, "DynamoGraphDeployment")
     front, worker = graph["spec"]["components"]
     assert (front["type"], worker["type"], worker["replicas"]) == ("frontend", "worker", large.replicas + large.spare)
-    assert worker.get("multinode") == nodes
+    assert worker.get("multinode") == ({"nodeCount": nodes} if nodes > 1 else None)
     (main,) = worker["podTemplate"]["spec"]["containers"]
-    assert main["args"] == ["--model", 'org/llama "x"', "--tensor-parallel-size", "2", "--max-num-seqs", "32"]
-    assert main["resources"]["limits"] == {"nvidia.com/gpu": str(min(2, per_node))}
+    assert main["args"] == ["--model", 'org/llama "x"', "--tensor-parallel-size", str(gpus), "--max-num-seqs", "32"]
+    assert nodes * int(main["resources"]["limits"]["nvidia.com/gpu"]) == gpus
+
+
+def test_what_dynamo_would_refuse_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="9 GPUs on 2 nodes; Dynamo gives each node of a replica as many"):
+        dynamo_of(tmp_path, 9, 8)
+    for image in ("vllm-runtime", "vllm-runtime:latest", "host:5000/a-1.5.1", "host:1.5.1/runtime"):
+        with pytest.raises(UsageError, match="only an image whose tag is a version"):
+            dynamo_of(tmp_path, 2, 8, dynamo_image=image)
+    for image in ("host:5000/runtime:1.5.1", "runtime:v1.5.1-cuda13", f"runtime:1.5.1@sha256:{'0' * 64}"):
+        dynamo_of(tmp_path, 2, 8, dynamo_image=image)
 
 
 def test_files_are_handed_over_whole(tmp_path: Path) -> None:

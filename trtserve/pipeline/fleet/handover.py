@@ -32,12 +32,14 @@ _PODS = {
 """Kind of a workload → where its spec describes the pods that answer."""
 _APP, _MODEL = "app.kubernetes.io/name", "trtserve"
 """The label of the pods that serve the model; those of a gateway in front have another value."""
+_VERSION = re.compile(r":v?\d+\.\d+\.\d+[^:/]*(@sha256:\w+)?$")
+"""The end of an image whose tag is a version."""
 
 
 def hand_over(fleet: Fleet, sized: Sized, folder: Path) -> list[Path]:
     """Write the files for which the shape has what they need, each in one rename, and return them.
 
-    Raises UsageError for a shape that has nothing to write files from.
+    Raises UsageError for a shape that has nothing to write files from, or that Dynamo would refuse.
     """
     shape = fleet.shapes[sized.shape]
     texts: dict[str, str] = {}
@@ -177,7 +179,18 @@ def dynamo_graph(fleet: Fleet, sized: Sized, model: str) -> Object:
     A replica with more GPUs than a node has spans several nodes.
     """
     shape = fleet.shapes[sized.shape]
-    per_node = fleet.gpus[shape.gpu].per_node
+    if not _VERSION.search(shape.dynamo_image):
+        raise UsageError(
+            f"dynamo_image of {sized.shape} is {shape.dynamo_image!r:.200}; Dynamo's operator takes only an image "
+            "whose tag is a version.",
+            hint="Expected an end such as :1.5.1",
+        )
+    nodes = math.ceil(shape.gpus / fleet.gpus[shape.gpu].per_node)
+    if shape.gpus % nodes:
+        raise UsageError(
+            f"{sized.shape} has {shape.gpus} GPUs on {nodes} nodes; Dynamo gives each node of a replica as many.",
+            hint=f"Take a multiple of {nodes}.",
+        )
     (graph,) = _filled(
         "dynamo.yaml",
         name=re.sub("[^a-z0-9]+", "-", sized.shape.lower()).strip("-"),
@@ -186,8 +199,8 @@ def dynamo_graph(fleet: Fleet, sized: Sized, model: str) -> Object:
         model=model,
         gpus=shape.gpus,
         slots=shape.max_batch_size,
-        on_node=min(shape.gpus, per_node),
+        on_node=shape.gpus // nodes,
     )
-    if shape.gpus > per_node:
-        graph["spec"]["components"][1]["multinode"] = {"nodeCount": math.ceil(shape.gpus / per_node)}
+    if nodes > 1:
+        graph["spec"]["components"][1]["multinode"] = {"nodeCount": nodes}
     return graph
