@@ -67,7 +67,7 @@ PARTS: dict[str, dict[str, Part]] = {
         "families": Part(
             command=(
                 *(*PYTEST, "-n", "8", "-k", "on_torch"),
-                *(f"tests/integration/test_{name}_oracle.py" for name in ("families", "quantised")),
+                *(f"tests/integration/test_{name}_oracle.py" for name in ("families", "quantised", "text_halves")),
             ),
             seconds=420,
             environment={**ON_GPU, "TRTSERVE_ALL": "1"},

@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.families import FAMILIES
 from tests.support.stages import convert_model
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import Model
+from trtserve.checkpoint.architectures.parts.positions import scaling_type
+from trtserve.checkpoint.supported import supported_family
 from trtserve.errors import ConversionError, CorruptFileError
 from trtserve.specs import ConvertSpec
 
@@ -48,6 +51,13 @@ def pair(folder: Path, scale: int | None = None) -> tuple[Path, Path]:
     places = {name: file for file, content in files.items() for name in content}
     (published / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     return plain, published
+
+
+def test_empty_rotary_parameters_are_no_yarn_as_in_transformers() -> None:
+    config = {key: value for key, value in FAMILIES["gpt_oss"].config.items() if not key.startswith("rope_")}
+    for given, kind in (["rope_parameters"], "default"), (["rope_scaling"], "yarn"), ([], "yarn"):
+        hf = config | {key: {} for key in given}
+        assert scaling_type(supported_family(hf).checkpoint_config(hf)["rotary_scaling"]) == kind
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,10 @@ def test_every_alias_has_shapes() -> None:
     assert billions["llama-3.2-1b"] == 1.24, "tied matrices count once"
     assert (billions["qwen2.5-0.5b-instruct"], billions["gemma-2-2b-it"], billions["phi-3-mini"]) == (0.49, 2.61, 3.82)
     assert not known["smollm2-135m-instruct"].gated
+    published = {"smollm3-3b": 3.08, "granite-3.3-2b-instruct": 2.53, "olmo-2-1b-instruct": 1.48, "glm-4-9b": 9.4}
+    published |= {"olmoe-1b-7b-instruct": 6.92, "ernie-4.5-0.3b": 0.36, "qwen3-30b-a3b": 30.53, "phi-2": 2.78}
+    published |= {"mixtral-8x7b-instruct": 46.7, "internlm3-8b-instruct": 8.8, "seed-oss-36b-instruct": 36.15}
+    assert {alias: billions[alias] for alias in published} == published
 
 
 def test_an_alias_is_planned_without_network(

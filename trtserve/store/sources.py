@@ -61,6 +61,21 @@ ALIASES: dict[str, str] = {
     "gpt2-xl": "openai-community/gpt2-xl",
     "opt125m": "facebook/opt-125m",
     "falcon-7b": "tiiuae/falcon-7b",
+    "smollm3-3b": "HuggingFaceTB/SmolLM3-3B",
+    "qwen3.5-0.8b": "Qwen/Qwen3.5-0.8B",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "mixtral-8x7b-instruct": "mistralai/Mixtral-8x7B-Instruct-v0.1",
+    "granite-3.3-2b-instruct": "ibm-granite/granite-3.3-2b-instruct",
+    "granite-3.1-1b-a400m-instruct": "ibm-granite/granite-3.1-1b-a400m-instruct",
+    "olmo-2-1b-instruct": "allenai/OLMo-2-0425-1B-Instruct",
+    "olmoe-1b-7b-instruct": "allenai/OLMoE-1B-7B-0924-Instruct",
+    "ernie-4.5-0.3b": "baidu/ERNIE-4.5-0.3B-PT",
+    "glm-4-9b": "zai-org/GLM-4-9B-0414",
+    "seed-oss-36b-instruct": "ByteDance-Seed/Seed-OSS-36B-Instruct",
+    "internlm3-8b-instruct": "internlm/internlm3-8b-instruct",
+    "phi-2": "microsoft/phi-2",
+    "pythia-160m": "EleutherAI/pythia-160m",
+    "gpt-j-6b": "EleutherAI/gpt-j-6b",
 }
 
 _BUCKETS = ("s3", "gs", "az", "abfs", "file")  # schemes of fsspec

@@ -12,6 +12,7 @@ from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import (
     Decoder,
     HfConfig,
+    WrongConfigError,
     require_activation,
     require_sizes,
     required,
@@ -79,10 +80,11 @@ def _refuse_variants(hf: HfConfig) -> None:
     for key in ("attention_bias", "use_bidirectional_attention"):
         if hf.get(key):
             raise UnsupportedModelError(f"This Gemma sets {key}, which a TensorRT-LLM checkpoint cannot express.")
-    for key in ("hidden_act", "hidden_activation"):
-        if (hf.get(key) or _ACTIVATIONS[0]) not in _ACTIVATIONS:
+    # The newer key means what it says: with "gelu" transformers computes the exact function.
+    for key, allowed in (("hidden_act", _ACTIVATIONS), ("hidden_activation", _ACTIVATIONS[1:])):
+        if (hf.get(key) or allowed[0]) not in allowed:
             raise UnsupportedModelError(
-                f"Activation {hf[key]!r} is not supported; supported: {', '.join(_ACTIVATIONS)}."
+                f"config.json has {key} = {hf[key]!r:.80}, which is not supported; supported: {', '.join(allowed)}."
             )
 
 
@@ -187,6 +189,7 @@ def rotations(hf: HfConfig) -> tuple[float, dict[str, Any] | None, float]:
     local = {"rope_theta": hf.get("rope_local_base_freq"), "rope_parameters": nested.get("sliding_attention")}
     for each in (full, local):
         require_whole_heads(each)
+    _require_named_kinds(hf, common)
     local_base, local_scaling = rotary(local, default_base=_LOCAL_BASE)
     if local_scaling is not None:
         raise UnsupportedModelError(
@@ -194,6 +197,21 @@ def rotations(hf: HfConfig) -> tuple[float, dict[str, Any] | None, float]:
         )
     base, scaling = rotary(full, default_base=_BASE)
     return base, scaling, local_base
+
+
+def _require_named_kinds(hf: HfConfig, common: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModelError for rotations of which transformers ignores a part without a word."""
+    if any(value is not None for value in common.values()):
+        raise WrongConfigError(
+            f"config.json has rope_parameters = {dict(common)!r:.200}; expected full_attention and sliding_attention, "
+            "with an object each."
+        )
+    scaling = hf.get("rope_scaling") or {}
+    if scaling_type(scaling) != "default" and "rope_type" not in scaling:
+        raise WrongConfigError(
+            f"config.json has rope_scaling with type = {scaling_type(scaling)!r:.80}; expected the key rope_type. "
+            "Releases of transformers differ in whether they read type here."
+        )
 
 
 def _pattern(hf: HfConfig) -> int:

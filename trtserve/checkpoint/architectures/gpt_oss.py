@@ -47,7 +47,7 @@ _YARN = {
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return Llama's sizes, the experts and the windows."""
     hf = {**_DEFAULTS, **hf}
-    if not hf.get("rope_scaling") and not hf.get("rope_parameters"):
+    if not hf.get("rope_scaling") and hf.get("rope_parameters") is None:
         hf["rope_scaling"] = _YARN
     require_activation(hf.get("hidden_act", "silu"), "silu")
     experts, chosen = expert_counts(hf, "num_local_experts")
