@@ -64,9 +64,11 @@ def main() -> None:
 
 
 def prepare_streams() -> None:
-    """Let nothing that is printed fail because of the stream that it goes to."""
+    """Let nothing that is read or printed fail because of the stream that it comes from or goes to."""
     from pathlib import Path
 
+    if sys.stdin is None:  # our parent closed it
+        sys.stdin = Path(os.devnull).open(encoding="utf-8")  # noqa: SIM115 - as long as the process
     for name in ("stdout", "stderr"):
         # A stream that our parent closed is None here, which nothing that prints expects.
         if getattr(sys, name) is None:

@@ -119,6 +119,11 @@ def is_below(name: object) -> bool:
     return all(part not in ("", ".", "..") and len(part) < _LONGEST_NAME for part in name.split("/"))
 
 
+def is_entry(name: str) -> bool:
+    """Return whether `name` is the name of a file or a folder, not a path."""
+    return "/" not in name and is_below(name)
+
+
 def whole_number(text: str) -> int | None:
     """Return the number that one to eighteen ASCII digits write, or None for any other text.
 
@@ -129,7 +134,7 @@ def whole_number(text: str) -> int | None:
 
 def child(folder: Path, name: str) -> Path:
     """Return the path of `name` in `folder`. Raises ArtifactError for a name that leads to another place."""
-    if "/" in name or not is_below(name):
+    if not is_entry(name):
         raise ArtifactError(
             f"{name[:200]!r} is not the name of an entry of {folder}; nothing is written or removed there.",
             hint="A record, a manifest or a hub gave a name that leads elsewhere: do not use it.",

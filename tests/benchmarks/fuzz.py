@@ -32,6 +32,7 @@ from trtserve.server.triton.tritonserver import is_ready
 
 # An unfinished request waits for the rest of it, up to the gateway's own time limit, which is longer.
 _SECONDS = 0.5
+_CONNECTED = 10.0  # this machine may be busy
 _SETTLED = 4000
 _GROWTH = 1.1
 
@@ -75,7 +76,8 @@ def _run(server: Server, count: int, chance: random.Random) -> int:
 
 def _exchange(port: int, sent: bytes) -> str:
     """Return the status of the answer, or what came instead."""
-    with socket.create_connection(("127.0.0.1", port), timeout=_SECONDS) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=_CONNECTED) as connection:
+        connection.settimeout(_SECONDS)
         try:
             connection.sendall(sent)
             received = connection.recv(4096)

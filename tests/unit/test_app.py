@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 import json
+import os
 import re
 import signal
 from pathlib import Path
@@ -49,6 +51,7 @@ def test_debug_adds_the_traceback_and_keeps_the_code(
         (OSError(errno.ENOMEM, "Cannot allocate memory"), 14, "error: Out of memory"),
         (RuntimeError("can't start new thread"), 14, "error: Out of memory"),
         (ImportError("libx.so.1: failed to map segment: Operation not permitted"), 1, "Unexpected ImportError"),
+        (UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"), 2, "or a file has bytes that are not"),
         (ValueError("odd"), 1, "Unexpected ValueError: odd"),
     ],
 )
@@ -61,6 +64,50 @@ def test_errors_of_the_system_are_explained(
     monkeypatch.setattr("trtserve.pipeline.inventory.list_imported", fail)
     assert run(["list"]) == code
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--model", "--api-key"])
+def test_an_argument_that_is_not_utf8_is_named_and_not_shown(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["query", "x", "--url", "127.0.0.1:1", option, "secret\udcff"]) == 2
+    said = capsys.readouterr().err
+    assert "Argument 6 of this command has bytes that are not UTF-8" in said
+    assert "secret" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("HF_ENDPOINT", "http://[", "the address of a hub"),
+        ("HF_HUB_DOWNLOAD_TIMEOUT", "soon", "seconds"),
+        ("HF_HUB_ETAG_TIMEOUT", "", "seconds"),
+    ],
+)
+def test_variables_at_which_the_client_of_the_hub_fails_are_named(
+    name: str, value: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert run(["plan", "org/name"]) == 2
+    assert f"{name} is {value!r}; expected {expected}." in capsys.readouterr().err
+
+
+class _Full(io.StringIO):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._number = number
+
+    def fileno(self) -> int:
+        return self._number
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("full", [["stdout"], ["stderr"], ["stdout", "stderr"]])
+def test_an_error_that_cannot_be_written_keeps_its_code(full: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path(os.devnull).open("w") as anywhere:
+        for name in full:
+            monkeypatch.setattr(f"sys.{name}", _Full(anywhere.fileno()))
+        assert run(["nosuch", "--json"]) == 2
 
 
 @pytest.mark.parametrize(("argument", "code", "words"), [(None, 0, ""), (3, 3, ""), ("no licence", 1, "no licence")])

@@ -138,6 +138,14 @@ def test_checkpoints_are_described(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "limits" not in shown
 
 
+def test_a_long_word_of_a_manifest_is_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = built_here(write_plain_engine(tmp_path / "engine"))
+    manifest = engine.path / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "created": "a" * 5000}))
+    assert run(["inspect", str(engine.path)]) == 0
+    assert f"built at   {'a' * 200}… (5000 characters)" in capsys.readouterr().out
+
+
 def test_imports_and_repositories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_tiny_model(tmp_path / "tiny")
     assert run(["import", str(model), "--max-seq-len", "64", "--quiet", "--json"]) == 0

@@ -531,6 +531,20 @@ def test_definitions_of_a_tool_are_found_where_its_schema_is_part_of_a_guide(
     assert LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema)) == ""
 
 
+@pytest.mark.parametrize(
+    "parameters", [{}, {"properties": {"a": {"const": 1}}}, {"type": ["object", "null"]}, {"anyOf": [{}, {}]}]
+)
+def test_the_arguments_of_a_call_are_an_object_whether_its_schema_says_so_or_not(
+    parameters: dict[str, Any], client: TestClient, triton: ScriptedTriton
+) -> None:
+    tool = {"type": "function", "function": {"name": "paint", "parameters": parameters}}
+    triton.script = ('{"name": "paint", "arguments": {}}',)
+    chat(client, tools=[tool], tool_choice="required")
+    schema = json.loads(triton.requests[0]["guided_decoding_guide"][0])
+    assert schema["$defs"]["0"] == {**parameters, "type": "object"}
+    assert LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema)) == ""
+
+
 @pytest.mark.parametrize("arguments", ["", None, {}, "{}", {"city": "Ulm"}, '{"city": "Ul'])
 def test_any_arguments_of_a_past_call_are_taken(client: TestClient, arguments: object) -> None:
     function = {"name": "weather"} if arguments is None else {"name": "weather", "arguments": arguments}

@@ -103,6 +103,10 @@ def test_a_wrong_completion(
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "not among the tools"),
         ({"tools": [{"type": "web_search"}]}, "'function'"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "at least 1 character"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": "string"}}}]},
+            'are an object, but this schema has the type "string"',
+        ),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "supplied: tool_choice.name"),
         ({"tools": [WEATHER], "tool_choice": {"type": "auto"}}, "Invalid value for 'tool_choice': "),
         ({"response_format": {"type": "json_schema"}}, "needs it"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.http_pages import answering
+from trtserve.cli.endpoint import split_address
 from trtserve.client.endpoint import Endpoint, unreachable
 from trtserve.errors import PortInUseError, UsageError
 from trtserve.host import ports
@@ -105,5 +106,6 @@ def test_a_taken_port_is_refused_with_the_program_that_has_it() -> None:
 @pytest.mark.parametrize("host", ["../..", "a..b", "9" * 64, "\udcff"])
 def test_what_is_no_host_name_is_refused_before_it_is_looked_up(host: str) -> None:
     assert not is_here(host)
-    with pytest.raises(UsageError, match="is no host name"):
-        Endpoint(host=host)
+    for ask in (lambda: Endpoint(host=host), lambda: split_address(f"{host}:8001")):
+        with pytest.raises(UsageError, match=r"is no host name|expected HOST:PORT"):
+            ask()

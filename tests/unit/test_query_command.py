@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from trtserve.__main__ import prepare_streams
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.cli import run
 from trtserve.cli.query_output import Sink
@@ -235,13 +237,16 @@ def test_failed_stream_ends_a_started_line(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [((), "There is no prompt."), (("--input-file", "-"), "--input-file: - holds no prompt.")]
+    ("arguments", "message"),
+    [((), "There is no prompt."), (("--input-file", "-"), "--input-file: - holds no prompt.")],
 )
 def test_closed_stdin_counts_as_empty(
     arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", None)
+    prepare_streams()
     assert run(["query", *arguments]) == 2
+    sys.stdin.close()
     assert message in capsys.readouterr().err
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -138,17 +139,18 @@ def test_without_a_server_the_hint_starts_one(store: Store, monkeypatch: pytest.
     assert caught.value.hint == "Start one: trtserve start --detach"
 
 
-def test_a_name_that_leads_elsewhere_is_no_server(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["../x", "..", "", "x\n", "\udcff", "x" * 300])
+def test_a_name_that_leads_elsewhere_is_no_server(name: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRTSERVE_HOME", str(store.root))
     server(store, "demo")
     asks: list[Callable[[], object]] = [
-        lambda: find_server("../x", store=store),
-        lambda: server_status("../x", store=store),
-        lambda: stop_server("../x", store=store),
-        lambda: find_log("../x"),
+        lambda: find_server(name, store=store),
+        lambda: server_status(name, store=store),
+        lambda: stop_server(name, store=store),
+        lambda: find_log(name),
     ]
     for ask in asks:
-        with pytest.raises(ServerNotFoundError, match=r"No server \.\./x is running; running: demo"):
+        with pytest.raises(ServerNotFoundError, match=rf"No server {re.escape(name)} is running; running: demo"):
             ask()
 
 

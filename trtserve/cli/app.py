@@ -11,7 +11,6 @@ import importlib
 import itertools
 import logging
 import os
-import re
 import signal
 import sys
 import traceback
@@ -20,21 +19,21 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import typer
 
 from trtserve._version import __version__
 from trtserve.cli.options import with_spec_options
-from trtserve.cli.output import TerminalProgress, forget_documents, print_error, print_json_error
+from trtserve.cli.output import TerminalProgress, cut, forget_documents, print_error, print_json_error
 from trtserve.cli.parser import ParsedCommand, ParsedGroup, UnknownOptionError, setting_variables, unread_variables
 from trtserve.errors import MemoryLimitError, TrtserveError, UsageError
-from trtserve.files import file_error
+from trtserve.files import file_error, is_unicode
 from trtserve.host.machine import address_space, format_bytes, refused_memory
 from trtserve.process.signals import Interrupted, one_interrupt
 
 COMPLETION_VARIABLE = "_TRTSERVE_COMPLETE"
 """Set by the shell while it completes a command line."""
-_LONG = re.compile(r"\S{1000,}")
 _INTERRUPTED = (
     b"\nInterrupted: what is finished or downloaded is kept, the rest is being removed. "
     b"The same command continues there.\n"
@@ -42,6 +41,11 @@ _INTERRUPTED = (
 # A process that a signal ended has the exit code 128 plus the signal's number.
 SIGNALLED = 128
 USUAL = "Serve a model and use it, in the usual order"
+_HUB_VARIABLES: dict[str, tuple[Callable[[str], object], str]] = {
+    "HF_ENDPOINT": (lambda text: urlsplit(text).hostname, "the address of a hub"),
+    "HF_HUB_ETAG_TIMEOUT": (int, "seconds"),
+    "HF_HUB_DOWNLOAD_TIMEOUT": (int, "seconds"),
+}
 STAGES = "The stages of import, one by one"
 MODELS = "Models"
 UPKEEP = "Servers and this machine"
@@ -145,6 +149,7 @@ def run(arguments: Sequence[str]) -> int:
     arguments = with_default(_asked_help(arguments))
     try:
         _warn_of_variables()
+        _require_hub_variables()
         code = command_tree(_named(arguments))(args=list(arguments), prog_name="trtserve", standalone_mode=False)
     except SystemExit as ending:  # raised by a library
         if ending.code is None or isinstance(ending.code, int):
@@ -153,7 +158,7 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the one place where every error becomes a message
         if os.environ.get("TRTSERVE_DEBUG"):
             traceback.print_exc()
-        return _report(_explained(error), arguments)
+        return _report(_explained(error, arguments), arguments)
     return code if isinstance(code, int) else 0  # the code of typer.Exit; commands return None
 
 
@@ -185,14 +190,17 @@ def _report(error: TrtserveError, arguments: Sequence[str]) -> int:
     words = [word for word in arguments if not word.startswith("-")]
     entry = COMMANDS.get(words[0]) if words else None
     command = " ".join(words[: 2 if isinstance(entry, GroupEntry) else 1])
-    # A value of a stranger's file.
-    error.message = _LONG.sub(lambda found: f"{found[0][:200]}… ({len(found[0])} characters)", error.message)
+    error.message = cut(error.message)
     if isinstance(error, UsageError):
         hints = (error.hint or "", *setting_variables(error.message, arguments, os.environ))
         error.hint = " ".join(filter(None, hints)) or f"`{' '.join(('trtserve', *command.split()))} -h` explains it."
-    print_error(error)
+    with suppress(OSError):  # nobody can be told: a full disk, or a reader that went away; the exit code remains
+        print_error(error)
     if "--json" in itertools.takewhile(lambda word: word != "--", arguments):
-        print_json_error(command, error)
+        try:
+            print_json_error(command, error)
+        except OSError:
+            _forget_output()
     return error.code
 
 
@@ -201,6 +209,16 @@ def _warn_of_variables() -> None:
         return
     for sentence in unread_variables(os.environ, COMMANDS, command_tree):
         TerminalProgress().warn(sentence)
+
+
+def _require_hub_variables() -> None:
+    """Raise UsageError for variables at which huggingface_hub, which every tokenizer needs, cannot be imported."""
+    for name, (read, expected) in _HUB_VARIABLES.items():
+        value = os.environ.get(name, "0")
+        try:
+            read(value)
+        except ValueError:
+            raise UsageError(f"{name} is {value[:200]!r}; expected {expected}.", hint="Unset it.") from None
 
 
 def _named(arguments: Sequence[str]) -> tuple[str, ...]:
@@ -212,7 +230,7 @@ def _named(arguments: Sequence[str]) -> tuple[str, ...]:
     return (first,) if first in COMMANDS else SHOWN
 
 
-def _explained(error: Exception) -> TrtserveError:
+def _explained(error: Exception, arguments: Sequence[str]) -> TrtserveError:
     if isinstance(error, MemoryLimitError):
         return error
     if isinstance(error, UnknownOptionError):
@@ -228,6 +246,10 @@ def _explained(error: Exception) -> TrtserveError:
         )
     if isinstance(error, TrtserveError):
         return error
+    if isinstance(error, UnicodeEncodeError) and "surrogates" in error.reason:
+        wrong = next((place for place, word in enumerate(arguments, start=1) if not is_unicode(word)), None)
+        source = "An environment variable or a file" if wrong is None else f"Argument {wrong} of this command"
+        return UsageError(f"{source} has bytes that are not UTF-8.", hint="Type it again in UTF-8.")
     if isinstance(error, typer.TyperException):
         return UsageError(error.format_message(), hint="`trtserve -h` lists the commands.")
     refused = file_error(error, Path(error.filename or "A file")) if isinstance(error, OSError) else None
@@ -366,7 +388,11 @@ def _guarded(function: Callable[..., None], *, cleans_up: bool) -> Callable[...,
                 counted = interrupt.number if isinstance(interrupt, Interrupted) else None
                 raise typer.Exit(SIGNALLED + (counted or received() or signal.SIGINT)) from None
             except BrokenPipeError:
-                # The reader of stdout went away (`| head`), which is not an error. Keep the interpreter's flush quiet.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                _forget_output()  # the reader of stdout went away (`| head`), which is not an error
 
     return body
+
+
+def _forget_output() -> None:
+    """Keep the interpreter's last flush of stdout quiet."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from trtserve.cli.options import servers
 from trtserve.cli.output import TerminalProgress
-from trtserve.client.endpoint import CONNECT_TIMEOUT
+from trtserve.client.endpoint import CONNECT_TIMEOUT, require_host
 from trtserve.errors import UsageError
 from trtserve.specs.options import Spec, option
 from trtserve.specs.server import GRPC_PORT, HTTP_PORT
@@ -250,4 +250,5 @@ def split_address(url: str, flag: str = "--url") -> tuple[str, int]:
     host, _, port = url.rpartition(":")
     if not host or "/" in url or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
         raise UsageError(f"{flag} is {url!r}; expected HOST:PORT, such as localhost:{GRPC_PORT}.")
+    require_host(host, flag)
     return host, int(port)

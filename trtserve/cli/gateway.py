@@ -132,8 +132,9 @@ def gateway(*, front: GatewayOptions, access: Annotated[ServerSpec, _ACCESS]) ->
 
 def _warn_of_silence(front: GatewayOptions) -> None:
     """Warn if nothing listens where the Triton server should: it may start later, or the address is wrong."""
+    host, port = split_address(front.url)
     try:
-        socket.create_connection(split_address(front.url), timeout=_KNOCK).close()
+        socket.create_connection((host.strip("[]"), port), timeout=_KNOCK).close()
     except OSError as error:
         TerminalProgress().warn(
             f"Nothing answers at {front.url} yet ({error.strerror or error}): requests get 503 until a Triton server "

@@ -16,6 +16,7 @@ from trtserve.cli.options import models as stored
 from trtserve.cli.output import (
     TerminalProgress,
     count,
+    cut,
     print_block,
     print_data,
     print_json,
@@ -204,7 +205,7 @@ def inspect(
         results = [{**asdict(each), "path": str(each.path), "missing": list(each.missing)} for each in found]
         print_json("inspect", results[0] if len(results) == 1 else {"engines": results})
         return
-    print_block("\n\n".join("\n".join(f"{label:<10} {text}" for label, text in _lines(each)) for each in found))
+    print_block("\n\n".join("\n".join(f"{label:<10} {cut(text)}" for label, text in _lines(each)) for each in found))
 
 
 def _lines(found: Description) -> list[tuple[str, str]]:

@@ -33,6 +33,7 @@ _SIZE = re.compile(r"(?<=\d) (?=[KMGT]i?B\b)")
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 # One or two short labels, each with two spaces or more, and a text; the label of a command, which is never broken.
+_LONG = re.compile(r"\S{1000,}")
 _LABELLED = re.compile(r"(?:\S(?: ?\S){0,24} {2,}){1,2}(?=\S)")
 _COPIED = "command "
 _SECONDS_BETWEEN_LINES = 10.0
@@ -85,6 +86,11 @@ def print_text(text: str) -> None:
         lines = (wrapped(line, width) if len(line) > width else [line] for line in text.splitlines())
         text = "\n".join(part for parts in lines for part in parts)
     print_data(text)
+
+
+def cut(text: str) -> str:
+    """Return a text for people without the ends of words that are longer than any: values of a stranger's file."""
+    return _LONG.sub(lambda found: f"{found[0][:200]}… ({len(found[0])} characters)", text)
 
 
 def print_block(text: str) -> None:

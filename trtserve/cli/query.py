@@ -319,9 +319,11 @@ def read_prompts(
         return _of_file(file), ()
     # An unquoted prompt arrives as several arguments.
     prompt = " ".join(words) if words else None
-    if prompt is None and (sys.stdin is None or sys.stdin.isatty()):
+    piped = prompt is None and not sys.stdin.isatty()
+    content = _stdin().rstrip(b"\r\n") if piped or prompt == "-" else os.fsencode(prompt or "")
+    if prompt is None and not content:
         raise UsageError("There is no prompt.", hint='Give one: trtserve query "What is ML?"')
-    return (_decoded(_stdin().rstrip(b"\r\n") if prompt is None or prompt == "-" else os.fsencode(prompt)),), ()
+    return (_decoded(content),), ()
 
 
 def as_utf8(text: str, flag: str) -> str:
@@ -333,8 +335,7 @@ def as_utf8(text: str, flag: str) -> str:
 
 
 def _stdin() -> bytes:
-    # sys.stdin is None when it was closed (`<&-`).
-    content = b"" if sys.stdin is None else sys.stdin.buffer.read(LARGEST_TEXT + 1)
+    content = sys.stdin.buffer.read(LARGEST_TEXT + 1)
     if len(content) > LARGEST_TEXT:
         raise UsageError(f"stdin is larger than {LARGEST_TEXT >> 20} MiB: it is not read further.")
     return content

@@ -23,6 +23,14 @@ TOKEN_NAME = "trtserve-key"
 SECRET_NAME = "trtserve-inner"  # header that Triton's own HTTP service expects from a gateway, and from nobody else
 
 
+def require_host(host: str, flag: str) -> None:
+    """Raise UsageError for what no resolver could look up."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        raise UsageError(f"{flag} {host[:200]!r} is no host name.", hint="Give a name or an IP address.") from None
+
+
 def grpc_token(api_key: str) -> str:
     """Return what gRPC clients send instead of the API key, which must not appear in tritonserver's command line."""
     return hmac.new(api_key.encode(), b"trtserve grpc", "sha256").hexdigest()
@@ -68,10 +76,7 @@ class Endpoint:
     """Seconds for the first answer, which lists or describes models and so needs no long work."""
 
     def __post_init__(self) -> None:
-        try:
-            self.host.encode("idna")
-        except UnicodeError:
-            raise UsageError(f"--host {self.host!r} is no host name.", hint="Give a name or an IP address.") from None
+        require_host(self.host, "--host")
 
     @property
     def grpc(self) -> str:

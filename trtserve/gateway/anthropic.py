@@ -10,7 +10,7 @@ from pydantic_core import to_json
 
 from trtserve.gateway.openai.answering import Form, Sequenced
 from trtserve.gateway.openai.answers import AnswerBlock, Json, Message, TextPiece, arguments_of
-from trtserve.gateway.openai.bodies import Body, ChatBody, Listed, Thinking, ToolName, chat_body
+from trtserve.gateway.openai.bodies import Body, ChatBody, Listed, Thinking, ToolName, ToolParameters, chat_body
 from trtserve.gateway.openai.errors import MESSAGES, ApiError, error_event
 from trtserve.gateway.openai.reading import Part
 
@@ -23,7 +23,7 @@ class CustomTool(Body):
     type: Literal["custom"] = "custom"
     name: ToolName
     description: str = ""
-    input_schema: dict[str, Any]
+    input_schema: ToolParameters
     strict: bool = False
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trtserve.client.endpoint import CONNECT_TIMEOUT, Endpoint
 from trtserve.errors import ServerAmbiguousError, ServerNotFoundError
+from trtserve.files import is_entry
 from trtserve.process import tree
 from trtserve.server.state import Server, failure_of, forget, list_servers, log_file, recorded_server, recorded_servers
 from trtserve.server.triton import server_log
@@ -54,7 +55,7 @@ def find_log(name: str | None = None) -> Path:
     Without a name: of the only server that runs, or when none runs of the last one that ran.
     """
     store = Store()
-    if name is not None and "/" not in name:
+    if name is not None and is_entry(f"{name}.log"):
         log: Path | None = log_file(name, store)
     else:
         logs = [] if name is not None or list_servers(store) else store.servers.glob("*.log")

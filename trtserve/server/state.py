@@ -234,7 +234,7 @@ def change_state(server: Server, store: Store, **changes: Any) -> Server:
 
 def last_record(name: str, store: Store) -> Server | None:
     """Return what the state file of this name holds, also of a server that was stopped."""
-    if "/" in name:  # a user may ask for any
+    if not _NAME.fullmatch(name):  # a user may ask for any
         return None
     return _read(state_file(name, store))
 

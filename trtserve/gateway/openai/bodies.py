@@ -58,6 +58,17 @@ Listed = Annotated[list[T], Field(fail_fast=True)]
 """A list that is checked up to its first fault: a million faults take seconds, and clients see the first."""
 Choices = Annotated[Listed[str], Field(min_length=1), AfterValidator(_with_text)]
 ToolName = Annotated[str, Field(min_length=1)]
+
+
+def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
+    kinds = schema.get("type", "object")
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        raise ValueError(f"the arguments of a tool are an object, but this schema has the type {json.dumps(kinds)}")
+    return schema
+
+
+ToolParameters = Annotated[dict[str, Any], AfterValidator(_of_an_object)]
+"""The schema of a call's arguments, which are an object whether it says so or not."""
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 Guide = tuple[str, str]
@@ -318,7 +329,7 @@ class FunctionTool(Body):
 
     name: ToolName
     description: str = ""
-    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object"})
+    parameters: ToolParameters = Field(default_factory=lambda: {"type": "object"})
     strict: bool = False
 
 
@@ -489,7 +500,10 @@ class ChatBody(Sampling):
             for number, tool in enumerate(tools)
         ]
         # References of a tool's schema begin at its own root, which is below $defs here.
-        definitions = {str(number): moved(tool.parameters, f"#/$defs/{number}") for number, tool in enumerate(tools)}
+        definitions = {
+            str(number): {**moved(tool.parameters, f"#/$defs/{number}"), "type": "object"}
+            for number, tool in enumerate(tools)
+        }
         strict = any(tool.strict for tool in tools)
         return "json_schema", self._schema({"anyOf": calls, "$defs": definitions}, strict=strict)
 

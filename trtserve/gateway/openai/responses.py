@@ -21,7 +21,15 @@ from pydantic_core import from_json, to_json
 from trtserve.gateway.asgi import SMALL
 from trtserve.gateway.openai.answering import Form, Sequenced
 from trtserve.gateway.openai.answers import AnswerBlock, Json, Message, TextPiece, call_json
-from trtserve.gateway.openai.bodies import Body, ChatBody, Listed, NamedFunction, ToolName, chat_body
+from trtserve.gateway.openai.bodies import (
+    Body,
+    ChatBody,
+    Listed,
+    NamedFunction,
+    ToolName,
+    ToolParameters,
+    chat_body,
+)
 from trtserve.gateway.openai.errors import ApiError
 from trtserve.gateway.openai.reading import Part
 
@@ -55,7 +63,7 @@ class FunctionOfResponses(Body):
     type: Literal["function"]
     name: ToolName
     description: str = ""
-    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object"})
+    parameters: ToolParameters = Field(default_factory=lambda: {"type": "object"})
     strict: bool = False
 
 
