@@ -377,11 +377,17 @@ def test_where_a_body_is_cut_for_counting_changes_nothing(monkeypatch: pytest.Mo
         ({"allow_origin": ("app.example",)}, "expected a site such as"),
         ({"allow_origin": ("https://app.example/path",)}, "expected a site such as"),
         ({"allow_origin": ("null",)}, "expected a site such as"),
+        ({"image_host": ("https://images.example",)}, "expected a host as URLs name it"),
+        ({"image_host": ("a.example", "[::1")}, "expected a host as URLs name it"),
+        *(
+            ({"trace_to": url}, "expected the URL of an OTLP/HTTP receiver")
+            for url in ("http://", "http://[::1", "http://a b/", "http://a:b", "http://a:4318/x,rate=1", "ftp://a")
+        ),
         ({"allow_origin": ("*",)}, "Add a key|would let every page"),
         ({"allow_origin": ("https://app.example",), "raw_http": True}, "knows no --allow-origin"),
     ],
 )
-def test_origins_that_are_refused(settings: dict[str, Any], words: str) -> None:
+def test_origins_hosts_and_receivers_that_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         ServerSpec(**settings)
 

@@ -21,6 +21,8 @@ Api = Literal["shared-memory", "trace", "logging", "model-control"]
 SUPERVISION = "Supervision"
 _supervision = partial(option, panel=SUPERVISION)
 _LAST_PORT = 65535
+_HOST = r"(\[[0-9a-fA-F:]+\]|[^\s/?#,@:\[\]]+)(:\d{1,5})?"
+_RECEIVER = re.compile(rf"https?://{_HOST}(/[^\s,]*)?")
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:\d{1,5})?")
 # Triton's default ports, which clients assume too.
 HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002
@@ -216,7 +218,7 @@ class ServerSpec(InContainer):
                 "--cpus and --numa bind processes of this machine, not those of a container.",
                 hint="Use docker's own: --container-flag=--cpuset-cpus=0-7 --container-flag=--cpuset-mems=0",
             )
-        if self.trace_to is not None and not self.trace_to.startswith(("http://", "https://")):
+        if self.trace_to is not None and not _RECEIVER.fullmatch(self.trace_to):
             raise UsageError(
                 f"--trace-to is {self.trace_to!r}; expected the URL of an OTLP/HTTP receiver.",
                 hint="OpenTelemetry's collector listens at http://HOST:4318/v1/traces.",
@@ -246,6 +248,12 @@ class ServerSpec(InContainer):
                 raise UsageError(
                     f"--allow-origin is {origin!r}; expected a site such as https://app.example or *.",
                     hint="An origin is scheme, host and port as a browser sends them, without a path.",
+                )
+        for host in self.image_host:
+            if not re.fullmatch(_HOST, host):
+                raise UsageError(
+                    f"--image-host is {host!r}; expected a host as URLs name it, such as images.example:8443.",
+                    hint="Without the scheme and the path: every image of the host may be fetched.",
                 )
         if "*" in self.allow_origin and not self.has_key:
             raise UsageError(
