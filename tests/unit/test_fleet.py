@@ -381,6 +381,32 @@ def test_a_manifest_with_a_pool_keeps_its_pool_of_gateways(tmp_path: Path, nodes
             kubernetes_validate.validate(each, "1.34", strict=True)
 
 
+def test_new_objects_are_in_the_namespace_of_the_manifest(tmp_path: Path) -> None:
+    given = {"gateway_image": "me/trtserve", "inference_pool": "epp", "inference_gateway": "front", "namespace": "ml"}
+    found = handed(tmp_path, nodes=1, **given)
+    assert {each["metadata"]["namespace"] for each in found} == {"ml"}
+    objects = {each["kind"]: each for each in found}
+    assert len(objects) == len(found)  # the manifest's route and pool stay alone
+    assert objects["HTTPRoute"]["spec"]["parentRefs"] == [{"name": "front"}]
+    (trigger,) = objects["ScaledObject"]["spec"]["triggers"]
+    assert 'namespace="ml"' in trigger["metadata"]["query"]
+    require_schema(objects["HTTPRoute"], "HTTPRoute")
+
+
+@pytest.mark.parametrize("kind", ["ScaledObject", "HorizontalPodAutoscaler"])
+def test_one_object_scales_the_model(tmp_path: Path, kind: str) -> None:
+    fleet = fleet_of(tmp_path)
+    (large,) = size(fleet)
+    # The chart names KEDA's target without its kind, which is a Deployment then.
+    target = {"name": "llama"} if kind == "ScaledObject" else {"kind": "Deployment", "name": "llama"}
+    chart = {"kind": kind, "metadata": {"name": "llama"}, "spec": {"scaleTargetRef": target}}
+    other = {**chart, "metadata": {"name": "other"}, "spec": {"scaleTargetRef": {"name": "other"}}}
+    objects = kubernetes_objects(fleet, large, [WORKLOADS[0], SERVICE, chart, other])
+    scalers = [each for each in objects if each["kind"] in ("ScaledObject", "HorizontalPodAutoscaler")]
+    assert [each["metadata"]["name"] for each in scalers] == ["other", "llama"]
+    assert scalers[1]["spec"]["maxReplicaCount"] == large.replicas + large.spare
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_gateway_with_a_fixed_list_of_replicas_is_refused(tmp_path: Path, nodes: int) -> None:
     with pytest.raises(UsageError, match="a gateway in front of a fixed list of replicas") as caught:
@@ -460,7 +486,8 @@ def test_files_are_handed_over_whole(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no `manifest`, `job` or `model`"):
         hand_over(fleet_of(tmp_path, FLEET.replace("model: org/llama,", "")), large, tmp_path / "none")
     unlabelled = yaml.safe_dump_all([{"kind": "Deployment", "spec": None}, SERVICE])
-    for text in ("kind: Pod\n", unlabelled):
+    nameless = yaml.safe_dump_all([{"spec": {}}, WORKLOADS[0], SERVICE])
+    for text in ("kind: Pod\n", unlabelled, nameless):
         (tmp_path / "llama.yaml").write_text(text, encoding="utf-8")
         with pytest.raises(UsageError, match=r"expected a Service and one of .* app.kubernetes.io/name: trtserve"):
             hand_over(fleet, large, tmp_path / "out")

@@ -262,6 +262,11 @@ def test_an_orchestrator_that_spawns_is_on_one_node(tmp_path: Path) -> None:
         ({"inference_pool": "Epp:x", "gateway_image": "me/trtserve"}, "NAME:PORT"),
         ({"inference_pool": "epp:65536", "gateway_image": "me/trtserve"}, "a port of 1 to 65535"),
         ({"inference_pool": "epp", "gateway_image": "me/trtserve", "gateway_secret": "clients"}, "pickers send no key"),
+        ({"inference_gateway": "front"}, "--inference-pool NAME"),
+        (
+            {"inference_gateway": "Front", "inference_pool": "epp", "gateway_image": "me/trtserve"},
+            "--inference-gateway is 'Front'; expected a name",
+        ),
     ],
 )
 def test_impossible_options_are_refused(wrong: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -410,6 +415,31 @@ def test_the_gateway_apis_picker_gets_a_pool_of_gateways(tmp_path: Path, nodes: 
     assert {"from": [{"namespaceSelector": {}}], "ports": [{"port": "openai"}]} in found["NetworkPolicy"]["spec"][
         "ingress"
     ]
+
+
+def test_a_gateway_of_the_cluster_leads_to_the_pool(tmp_path: Path) -> None:
+    given = {"gateway_image": "me/trtserve", "inference_pool": "epp", "inference_gateway": "front", "namespace": "ml"}
+    job = manifest_of(repository_of(tmp_path), ServerSpec(name="llama"), **given)
+    found = documents(job)
+    assert sorted(found) == sorted(job.record["objects"])
+    assert {each["metadata"]["namespace"] for each in found.values()} == {"ml"}
+    route, pool = found["HTTPRoute"]["spec"], found["InferencePool"]["metadata"]["name"]
+    assert route["parentRefs"] == [{"name": "front"}]
+    target = {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": pool}
+    assert route["rules"] == [{"backendRefs": [target]}]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_pods_get_no_variables_of_services(tmp_path: Path, nodes: int) -> None:
+    """Those of one called `trtserve` would be options of the gateway."""
+    job = manifest_of(repository_of(tmp_path), ServerSpec(name="llama"), nodes=nodes, ssh_secret="k", **GATEWAY)
+    workloads = [
+        each["spec"] for each in objects_of(job) if each["kind"] in ("StatefulSet", "LeaderWorkerSet", "Deployment")
+    ]
+    parts = [each.get("leaderWorkerTemplate", each) for each in workloads]
+    pods = [part[key]["spec"] for part in parts for key in part if "emplate" in key]
+    assert len(pods) == 1 + nodes
+    assert {pod["enableServiceLinks"] for pod in pods} == {False}
 
 
 @pytest.mark.parametrize("port", ["http", "grpc", "metrics"])

@@ -95,6 +95,9 @@ class KubernetesOptions(Spec):
         metavar="SERVICE[:PORT]",
         help="Write an InferencePool with this endpoint picker instead, and put a gateway into each pod.",
     )
+    inference_gateway: str | None = _kubernetes(
+        None, metavar="NAME", help="Write an HTTPRoute from this Gateway to the InferencePool too."
+    )
     gateway_secret: str | None = _kubernetes(
         None, metavar="NAME", help="Secret whose entry `key` clients must send to the gateway."
     )
@@ -130,7 +133,12 @@ class KubernetesOptions(Spec):
                     "gateways would refuse them their metrics.",
                     hint="Leave --gateway-secret out, and let the Gateway in front of the pool ask clients for a key.",
                 )
-        for name in ("claim", "namespace", "hf_secret", "ssh_secret", "pull_secret", "gateway_secret"):
+        if self.inference_gateway is not None and self.inference_pool is None:
+            raise UsageError(
+                "--inference-gateway routes to an InferencePool, which needs an endpoint picker: --inference-pool NAME."
+            )
+        names = ("claim", "namespace", "hf_secret", "ssh_secret", "pull_secret", "gateway_secret", "inference_gateway")
+        for name in names:
             value = getattr(self, name)
             if value and not _DNS.fullmatch(value):
                 raise UsageError(

@@ -83,7 +83,7 @@ def _manifest(path: Path) -> list[Object]:
         raise UsageError(f"{path} is not YAML: {str(error).splitlines()[0]}.") from None
     kinds = [each.get("kind") if isinstance(each, dict) else None for each in found]
     apps = [_app(each) for each, kind in zip(found, kinds, strict=True) if kind in _PODS]
-    if apps.count(_MODEL) != 1 or "Service" not in kinds:
+    if apps.count(_MODEL) != 1 or "Service" not in kinds or None in kinds:
         raise UsageError(
             f"{path} has {', '.join(map(str, kinds))}; expected a Service and one of {', '.join(_PODS)}, whose pods "
             f"have the label {_APP}: {_MODEL}.",
@@ -99,8 +99,12 @@ def _manifest(path: Path) -> list[Object]:
 
 def _app(workload: Object) -> object:
     """Return the label that says what the pods of a workload are."""
-    found: Any = workload
-    for key in ("spec", *_PODS[workload["kind"]], "metadata", "labels", _APP):
+    return _at(workload, "spec", *_PODS[workload["kind"]], "metadata", "labels", _APP)
+
+
+def _at(found: Any, *keys: str) -> Any:
+    """Return what stands in an object below these keys, or None."""
+    for key in keys:
         found = found.get(key) if isinstance(found, dict) else None
     return found
 
@@ -108,16 +112,20 @@ def _app(workload: Object) -> object:
 def kubernetes_objects(fleet: Fleet, sized: Sized, manifest: Sequence[Object]) -> list[Object]:
     """Return the manifest with all replicas, what scales them between night and peak, and the inference gateway.
 
-    An InferencePool of the manifest stays as it is: its targets are the gateways in the pods.
+    An InferencePool and an HTTPRoute of the manifest stay as they are: their targets are the gateways in the pods. What
+    scales the model in it goes, because two that do would work against each other.
     """
     objects, shape = [dict(each) for each in manifest], fleet.shapes[sized.shape]
     workload = next(each for each in objects if each["kind"] in _PODS and _app(each) == _MODEL)
+    objects = [each for each in objects if not _scales(each, workload)]
     service = next(each for each in objects if each["kind"] == "Service")
     pool = next((each["metadata"]["name"] for each in objects if each["kind"] == "InferencePool"), None)
     whole, name = sized.replicas + sized.spare, workload["metadata"]["name"]
     workload["spec"] = {**workload["spec"], "replicas": whole}
     ports = [each for each in service["spec"]["ports"] if each.get("name", "http").startswith("http")]
-    counted = f'nv_trt_llm_request_metrics{{request_type="waiting",service="{service["metadata"]["name"]}"}}'
+    placed = {key: value for key, value in workload["metadata"].items() if key == "namespace"}
+    labels = {"request_type": "waiting", "service": service["metadata"]["name"], **placed}
+    counted = ",".join(f'{name}="{value}"' for name, value in labels.items())
     around = _filled(
         "around.yaml",
         name=name,
@@ -127,14 +135,26 @@ def kubernetes_objects(fleet: Fleet, sized: Sized, manifest: Sequence[Object]) -
         most=whole,
         # A replica takes a while to load: do not take it away for a quiet minute.
         cooldown=max(300, round(3 * shape.load_seconds)),
-        waiting=f"sum({counted})",
+        waiting=f"sum(nv_trt_llm_request_metrics{{{counted}}})",
         threshold=shape.max_batch_size // 4 or 1,
         labels=dict(service["spec"]["selector"]),
         port=int((ports or service["spec"]["ports"])[0]["port"]),
         pool=pool or name,
         picker=f"{name}-picker",
     )
-    return [*objects, *(each for each in around if pool is None or each["kind"] != "InferencePool")]
+    kinds = {each["kind"] for each in objects} - {"ScaledObject"}
+    added = [each for each in around if each["kind"] not in kinds]
+    for each in added:
+        each["metadata"] |= placed
+    return [*objects, *added]
+
+
+def _scales(each: Object, workload: Object) -> bool:
+    """Return whether an object changes the number of a workload's replicas. KEDA's default target is a Deployment."""
+    if each["kind"] not in ("ScaledObject", "HorizontalPodAutoscaler"):
+        return False
+    kind, name = (_at(each, "spec", "scaleTargetRef", key) for key in ("kind", "name"))
+    return (kind or "Deployment", name) == (workload["kind"], workload["metadata"]["name"])
 
 
 def slurm_script(shape: ShapeOption, sized: Sized, job: Path) -> str:

@@ -140,7 +140,7 @@ def plan_job(
         notes.append("Its engine's config.json was changed for these nodes: copy the repository to the volume again.")
     kinds = ("Deployment", "Service") if cluster.nodes == 1 else ("ConfigMap", "LeaderWorkerSet", "Service")
     if cluster.inference_pool is not None:
-        kinds = (*kinds, "InferencePool")
+        kinds = (*kinds, "InferencePool", *(["HTTPRoute"] if cluster.inference_gateway is not None else ()))
     elif cluster.gateway_image is not None:
         if cluster.nodes == 1:
             kinds = ("StatefulSet", "Service", "Service")
