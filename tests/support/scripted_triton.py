@@ -15,7 +15,7 @@ from trtserve.client.tensors import ModelRequest, Reply
 from trtserve.client.tokenizer import _RENDERER, TokenizerFiles
 from trtserve.gateway.openai.encoding import Encoder
 from trtserve.gateway.openai.images import ImageSources
-from trtserve.gateway.openai.served import Backend, ServedModel
+from trtserve.gateway.openai.served import Backend, QuietMoment, ServedModel
 from trtserve.gateway.replicas import Replicas
 from trtserve.programs.shared.tokenizer import AnchoredDecoder
 
@@ -28,6 +28,7 @@ class ScriptedTriton(Backend):
     def __init__(self, folder: Path, *, decoupled: bool = True, text: bool = False, logits: bool | None = None) -> None:
         self._lock, self._tasks, self.timeout = asyncio.Lock(), set(), 5.0
         self._endpoint, self.replicas, self.images = Endpoint(), Replicas(Endpoint()), ImageSources()
+        self.quiet_moment = QuietMoment()
         self.replicas.first.__dict__["client"] = self  # it answers itself
         files = TokenizerFiles(folder)
         core = described("tensorrt_llm", decoupled=decoupled)

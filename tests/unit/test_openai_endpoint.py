@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from trtserve.gateway.openai.answers import Token, TokenLogProb, completion_log_
 from trtserve.gateway.openai.bodies import ChatBody
 from trtserve.gateway.openai.errors import ApiError
 from trtserve.gateway.openai.request import adapter_tensors
+from trtserve.gateway.openai.served import QuietMoment
 from trtserve.programs.shared.lora_names import LoraNames
 
 
@@ -169,6 +171,42 @@ def test_prompts_of_token_ids(client: TestClient, triton: ScriptedTriton) -> Non
     assert complete(client, prompt=[5, 6, 7]).json()["usage"]["prompt_tokens"] == 3
     assert complete(client, prompt=[[5, 6], [7]]).json()["usage"]["prompt_tokens"] == 3
     assert [sent["input_ids"] for sent in triton.requests] == [[5, 6, 7], [5, 6], [7]]
+
+
+def test_tokens_that_have_arrived_go_out_together(client: TestClient, triton: ScriptedTriton) -> None:
+    triton.script = ("Hello " * 20,)
+    streamed = events(complete(client, stream=True, return_token_ids=True))
+    tokens = [len(each["choices"][0]["token_ids"]) for each in streamed]
+    assert tokens[0] == 1  # the first one waits for nothing
+    assert sum(tokens) == 120
+    assert len(tokens) < 30
+    assert "".join(each["choices"][0]["text"] for each in streamed) == "Hello " * 20
+
+
+async def _turns_until_quiet(arrivals: int) -> tuple[int, float]:
+    """Return the turns of the loop until a waiting one is woken, while a token arrives in each of the first turns."""
+    moment, loop = QuietMoment(), asyncio.get_running_loop()
+    waiting, began = loop.create_future(), loop.time()
+    for turn in range(1_000_000):
+        if turn < arrivals:
+            moment.wake(waiting)
+        await asyncio.sleep(0)
+        if waiting.done():
+            return turn, loop.time() - began
+    raise AssertionError("nobody was woken")
+
+
+def test_a_lone_token_waits_three_turns_of_the_loop() -> None:
+    turns, _ = asyncio.run(_turns_until_quiet(1))
+    assert turns <= 3
+    turns, _ = asyncio.run(_turns_until_quiet(5))
+    assert 5 <= turns <= 8
+
+
+def test_tokens_that_never_cease_are_waited_for_20_ms() -> None:
+    turns, seconds = asyncio.run(_turns_until_quiet(1_000_000))
+    assert turns < 999_999
+    assert seconds >= 0.02
 
 
 def test_many_answers_hold_up_nobody_else(client: TestClient, triton: ScriptedTriton) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hmac
 import re
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -181,16 +181,24 @@ class UnavailableError(RequestError):
     """The server cannot answer at the moment, whatever it is asked; a copy of it may."""
 
 
-@contextmanager
-def understood() -> Iterator[None]:
-    """Let an answer that Triton's protocol does not have end with UnavailableError: the request is not at fault."""
-    try:
-        yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise UnavailableError(
-            f"The server's answer is not of Triton's protocol ({type(error).__name__}: {str(error)[:200]}).",
-            hint="Check that Triton listens at this address, and nothing that changes its answers.",
-        ) from error
+class _Understood(AbstractContextManager[None]):
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)):
+            raise UnavailableError(
+                f"The server's answer is not of Triton's protocol ({type(error).__name__}: {str(error)[:200]}).",
+                hint="Check that Triton listens at this address, and nothing that changes its answers.",
+            ) from error
+
+
+_UNDERSTOOD = _Understood()
+
+
+def understood() -> AbstractContextManager[None]:
+    """Let an answer that Triton's protocol does not have end with UnavailableError: the request is not at fault.
+
+    Every token of a stream passes here, which is why it is no generator.
+    """
+    return _UNDERSTOOD
 
 
 def unknown_model(name: str, where: str, available: Sequence[str]) -> RequestError:

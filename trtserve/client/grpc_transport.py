@@ -162,51 +162,42 @@ def reply_of(response: Any) -> Reply:
 class _GrpcReply(Reply):
     """A response whose ids are read without arrays, which cost more than all else that is read of a token."""
 
+    __slots__ = ()
     outputs: _Outputs
 
     def numbers(self, name: str) -> list[int]:
-        datatype, content = self.outputs.raw(name)
-        if datatype != "INT32" or len(content) % 4:
-            return super().numbers(name)  # which says what is wrong
+        described, content = self.outputs.raw[name]
+        if described.datatype != "INT32" or len(content) % 4:
+            return Reply.numbers(self, name)  # which says what is wrong
         return memoryview(content).cast("i").tolist()
 
 
 class _Outputs(Mapping[str, "npt.NDArray[Any]"]):
     """The outputs of a response, decoded when they are read: a stream has thousands, and few are."""
 
-    __slots__ = ("_names", "_outputs", "_raw")
+    __slots__ = ("raw",)
 
     def __init__(self, response: Any) -> None:
         """Raises ValueError for a response that does not bring its tensors as raw contents."""
-        self._outputs, self._raw = response.outputs, response.raw_output_contents
-        self._names = [each.name for each in self._outputs]
-        if len(self._names) != len(self._raw):
-            raise ValueError(f"A response has {len(self._names)} outputs and {len(self._raw)} contents.")
-
-    def raw(self, name: str) -> tuple[str, bytes]:
-        """Return the datatype and the content of an output."""
-        at = self._place(name)
-        return self._outputs[at].datatype, self._raw[at]
-
-    def _place(self, name: str) -> int:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._names.index(name)
+        described, contents = response.outputs, response.raw_output_contents
+        if len(described) != len(contents):
+            raise ValueError(f"A response has {len(described)} outputs and {len(contents)} contents.")
+        self.raw = {each.name: (each, content) for each, content in zip(described, contents, strict=True)}
+        """Name → description and content."""
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        at = self._place(name)
-        output = self._outputs[at]
+        described, content = self.raw[name]
         with understood():
-            return decoded(output.datatype, output.shape, self._raw[at])
+            return decoded(described.datatype, described.shape, content)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names
+        return name in self.raw
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self.raw)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.raw)
 
 
 def open_channel(endpoint: Endpoint) -> Any:

@@ -179,7 +179,7 @@ class ModelRequest:
     timeout: float | None = None  # seconds until the answer must be there, instead of the client's own limit
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Reply:
     """One response."""
 

@@ -234,6 +234,7 @@ class EngineCall:
         if not self._arrived and not self._ended:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
+            self._waiting = None
         if self._arrived:
             arrived, self._arrived = self._arrived, []
             return arrived
@@ -280,10 +281,13 @@ class EngineCall:
         )
         try:
             async for reply in replies:
-                self._begun = True
                 replica.hear()
                 self._arrived.append(reply)
-                self._wake()
+                if not self._begun:
+                    self._begun = True
+                    self._wake()  # the first token waits for nothing
+                elif self._waiting is not None:
+                    self._backend.quiet_moment.wake(self._waiting)
         except RequestError as error:
             if request.adapter is None or "lora_weights" in request.tensors or NOT_CACHED not in error.message:
                 raise
