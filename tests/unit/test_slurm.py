@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +245,40 @@ def test_the_containers_version_is_compared_with_the_engine(tmp_path: Path) -> N
 def test_values_that_slurm_would_misread_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         SlurmSpec(**wrong)  # type: ignore[arg-type]
+
+
+def key_file(folder: Path, mode: int = 0o600) -> Path:
+    path = folder / "key"
+    path.write_text("k" * 32)
+    path.chmod(mode)
+    return path
+
+
+def test_a_gateway_runs_in_front_of_the_first_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told, key = Lines(), key_file(tmp_path)
+    spec = ServerSpec(container=TAG, http_port=8100)  # Triton stays on loopback
+    job = plan_job(repository_of(tmp_path), spec, SlurmSpec(gateway=key), tmp_path / "job", progress=told)
+    script = text_of(job, "server.sbatch").replace("\\\n", " ")
+    (line,) = [each for each in script.splitlines() if " gateway " in each and each.endswith("2>&1 &")]
+    program, *words = shlex.split(line.partition(" > ")[0])
+    assert (program, words[:3]) == (sys.executable, ["-m", "trtserve", "gateway"])
+    assert words[words.index("--url") + 1] == "127.0.0.1:8001"
+    assert words[words.index("--http-port") + 1] == "8100"
+    assert (
+        script.index(line) < script.index("bash " + str(tmp_path / "job" / "task.sh")) < script.index('kill -TERM "${')
+    )
+    assert not any("only its own node reaches" in text for text in told.warnings)
+    assert any("the key file at the same paths" in text for text in told.warnings)
+    words[words.index("--repository") + 1] = str(tmp_path / "missing")
+    assert run(words[2:]) == 2
+    assert "missing, which is not a folder" in capsys.readouterr().err  # nothing else was wrong
+
+
+def test_a_gateway_that_could_not_start_is_refused_before_the_job_waits(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="can be read by other users"):
+        planned(tmp_path, slurm=SlurmSpec(gateway=key_file(tmp_path, 0o644)))
+    with pytest.raises(UsageError, match="--grpc-port is 9000"):
+        planned(tmp_path / "again", slurm=SlurmSpec(gateway=key_file(tmp_path)), grpc_port=9000)
 
 
 def test_paths_with_spaces_are_refused(tmp_path: Path) -> None:

@@ -47,6 +47,9 @@ class SlurmOptions(Spec):
         None, metavar="MHZ", help="Lock the clock of the GPUs; needs sudo on the nodes.", minimum=1
     )
     mpi: str = _slurm("pmix", metavar="NAME", help="What srun calls PMIx; see srun --mpi=list.")
+    gateway: Path | None = _slurm(
+        None, metavar="KEYFILE", help="Run a gateway on the first node too, which asks for the key in KEYFILE."
+    )
     flags: tuple[str, ...] = _slurm(
         (),
         "--sbatch-flag",

@@ -18,11 +18,13 @@ from trtserve.server.engine_fit import require_fitting_engine, require_world_siz
 from trtserve.server.launch.devices import EngineNodes, fit_engines, require_node_devices
 from trtserve.server.launch.modes import Single, launch_mode
 from trtserve.server.state import server_name
+from trtserve.server.triton.tritonserver import Address
 from trtserve.specs import ServerSpec
 from trtserve.specs.cluster import INSTEAD, ON_THIS_MACHINE, ClusterSpec
 from trtserve.specs.options import given_flags
 from trtserve.store import Store
 
+GATEWAY_PORT = 9000
 _TOKEN = re.compile(r"(?<=_)[0-9a-f]{8}(?![0-9A-Za-z])")  # the random part of `unique_prefix`
 _MARK = "Written by `trtserve start --"  # the start of a line in every file that is written for a cluster
 
@@ -49,6 +51,16 @@ class ClusterJob:
     @property
     def next_steps(self) -> Sequence[str]:
         return (f"Start it: {self.command}",)
+
+
+def gateway_words(address: Address, host: str, repository: Path, *, access: Sequence[str]) -> list[str]:
+    """Return what `trtserve gateway` needs to answer other machines for the Triton with these ports on `host`."""
+    ports = {"--http-port": address.http_port, "--metrics-port": address.metrics_port, "--port": GATEWAY_PORT}
+    return [
+        *("--host", "0.0.0.0", "--no-tls", *access, "--url", f"{host}:{address.grpc_port}"),
+        *(str(word) for pair in ports.items() for word in pair),
+        *("--repository", str(repository)),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

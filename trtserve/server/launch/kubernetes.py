@@ -18,7 +18,15 @@ from trtserve.nvidia.containers import END_SCRIPT, image_of
 from trtserve.nvidia.releases.containers import containers_of
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.served import ServedRepository
-from trtserve.server.launch.cluster import ClusterJob, gpus_per_node, inspect_for_cluster, place_engines, ranks_per_node
+from trtserve.server.launch.cluster import (
+    GATEWAY_PORT,
+    ClusterJob,
+    gateway_words,
+    gpus_per_node,
+    inspect_for_cluster,
+    place_engines,
+    ranks_per_node,
+)
 from trtserve.server.launch.commands import Launch, LaunchSetup, first_address, server_setup
 from trtserve.server.launch.devices import claimed_gpus
 from trtserve.server.launch.modes import Orchestrator, launch_mode
@@ -31,7 +39,6 @@ from trtserve.specs.cluster import ClusterSpec, KubernetesOptions
 from trtserve.specs.options import option
 
 SSH_PORT = 2222  # not 22, so that pods on the host's network do not meet the node's own sshd
-_GATEWAY_PORT = 9000
 _PICKER_PORT = 9002
 """Port of an endpoint picker where --inference-pool names none."""
 _GATEWAY_MEMORY = {"request": "512Mi", "limit": "4Gi"}
@@ -110,9 +117,9 @@ def plan_job(
     setup = replace(setup, bound=not served.embedded)
     if cluster.inference_pool is not None:
         ports = {"http": address.http_port, "grpc": address.grpc_port, "metrics": address.metrics_port}
-        if taken := [name for name, port in ports.items() if port == _GATEWAY_PORT]:
+        if taken := [name for name, port in ports.items() if port == GATEWAY_PORT]:
             raise UsageError(
-                f"--{taken[0]}-port is {_GATEWAY_PORT}, where the gateway in each pod of --inference-pool listens.",
+                f"--{taken[0]}-port is {GATEWAY_PORT}, where the gateway in each pod of --inference-pool listens.",
                 hint="Choose another port for Triton; the ports of a pod need not be free on its node.",
             )
         progress.warn(
@@ -264,18 +271,15 @@ def _gateway(setup: LaunchSetup, cluster: KubernetesSpec, name: str) -> dict[str
         first, *others = [f"{name}-{number}.{service}" for number in range(cluster.replicas)]
     open_to = ["--api-key-file", "/tmp/key"] if cluster.gateway_secret else ["--no-auth"]
     picker, _, port = (cluster.inference_pool or "").partition(":")
-    ports = {"--http-port": address.http_port, "--metrics-port": address.metrics_port, "--port": _GATEWAY_PORT}
     return {
         "image": cluster.gateway_image,
-        "port": _GATEWAY_PORT,
+        "port": GATEWAY_PORT,
         "memory": _GATEWAY_MEMORY,
         "picker": picker,
         "picker_port": int(port or _PICKER_PORT),
         "script": 'umask 077; printenv TRTSERVE_API_KEY > /tmp/key; exec trtserve "$0" "$@"',
         "arguments": [
-            *("--host", "0.0.0.0", "--no-tls", *open_to, "--url", f"{first}:{address.grpc_port}"),
-            *(str(word) for pair in ports.items() for word in pair),
-            *("--repository", str(setup.repository)),
+            *gateway_words(address, first, setup.repository, access=open_to),
             *(f"--replica={host}:{address.grpc_port}:{address.http_port}" for host in others),
         ],
     }

@@ -12,14 +12,17 @@ from typing import Any
 
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import MachineError, MissingDependencyError, UsageError
+from trtserve.gateway.settings import read_key
 from trtserve.nvidia.containers import SQUASHFS, image_of, vllm_image_of, with_targets
 from trtserve.process import Command, run
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.served import ServedRepository
 from trtserve.server.engine_fit import gpu_triton
 from trtserve.server.launch.cluster import (
+    GATEWAY_PORT,
     ClusterJob,
     Submitted,
+    gateway_words,
     gpus_per_node,
     inspect_for_cluster,
     place_engines,
@@ -121,6 +124,7 @@ def plan_job(
         "mpi": "none" if served.starts_workers else cluster.mpi,
         "gpus": gpus,
         "job_name": cluster.job_name or name,
+        "gateway": None if cluster.gateway is None else _gateway(setup, cluster.gateway),
         "repository": setup.repository.absolute(),
         # Each job adds its number.
         "shm_prefix": unique_prefix(re.sub(r"[^A-Za-z0-9_.-]", "_", name)).rstrip("_"),
@@ -154,6 +158,20 @@ def plan_job(
     )
 
 
+def _gateway(setup: LaunchSetup, key_file: Path) -> list[str]:
+    """Return the command of the gateway on the first node, which is rank 0's too; its Python is this one."""
+    read_key(key_file)
+    ports = {"http": setup.address.http_port, "grpc": setup.address.grpc_port, "metrics": setup.address.metrics_port}
+    if taken := [name for name, port in ports.items() if port == GATEWAY_PORT]:
+        raise UsageError(
+            f"--{taken[0]}-port is {GATEWAY_PORT}, where the job's gateway listens.", hint="Choose another for Triton."
+        )
+    host = "localhost" if setup.address.host == "0.0.0.0" else setup.address.host
+    access = ("--api-key-file", str(key_file.absolute()))
+    words = gateway_words(setup.address, host, setup.repository.absolute(), access=access)
+    return [sys.executable, "-m", "trtserve", "gateway", *words]
+
+
 def _require_plain(*paths: Path) -> None:
     for path in paths:
         if not _WORD.fullmatch(str(path)) or "," in str(path) or ":" in str(path):
@@ -164,7 +182,9 @@ def _require_plain(*paths: Path) -> None:
 
 
 def _warnings(spec: ServerSpec, served: ServedRepository, cluster: SlurmSpec) -> Iterator[str]:
-    if spec.host.startswith("127.") or spec.host == "localhost":
+    if cluster.gateway is not None:
+        yield f"For its gateway every node must see this Python, {sys.prefix}, and the key file at the same paths."
+    elif spec.host.startswith("127.") or spec.host == "localhost":
         yield (
             f"The server will listen on {spec.host}, which only its own node reaches. Use --host 0.0.0.0 for clients "
             "on other machines."
