@@ -94,12 +94,6 @@ def test_lower_precisions_stay_within_bounds(compute: str, kv: str, bound: float
     assert 0 < error < bound
 
 
-@pytest.mark.parametrize(("compute", "partitioner"), [("f32", "STATIC"), ("bf16", "AUTO")])
-def test_threads_take_steps_as_they_come_along_but_in_float32(compute: str, partitioner: str, tmp_path: Path) -> None:
-    model = _model(tmp_path, tiny_decoder(dtype=ml_dtypes.bfloat16), compute=compute, kv="u8")
-    assert str(model._request.get_compiled_model().get_property("TBB_PARTITIONER")).endswith(partitioner)
-
-
 def test_positions_stay_exact_in_bfloat16(tmp_path: Path) -> None:
     """bfloat16 is exact only up to 256: angles must be computed in float32."""
     tiny = tiny_decoder(dtype=ml_dtypes.bfloat16)
