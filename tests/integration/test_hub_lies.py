@@ -288,6 +288,13 @@ def test_an_answer_of_a_hub_that_never_ends_is_left(what: str, monkeypatch: pyte
             pull_model(ID)
 
 
+def test_a_file_of_which_only_headers_come_is_left(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add(ID, tiny, trickling={"model.safetensors"})
+    monkeypatch.setattr(calls, "_LONGEST_HEADERS", 0.5)
+    with pytest.raises(NetworkError, match=r"began to send no file of acme/tiny within 0\.5 s"):
+        pull_model(ID)
+
+
 def test_the_api_leads_to_no_place_outside_of_it(hub: Hub, tiny: Path) -> None:
     hub.add(ID, tiny, elsewhere=f"{hub.endpoint}/elsewhere")
     with pytest.raises(NetworkError, match="leads from its API to '/elsewhere/api/models/acme/tiny"):

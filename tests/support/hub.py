@@ -27,6 +27,7 @@ class HubModel:
     of files, to the statuses of its next answers, with `retry_after` as their header. `elsewhere` is the address of
     another host, to which every request is redirected. `lie` changes the list of files, `lying_headers` those of each
     file. An `endless` file ("": the list of files) is sent without its length until the client leaves, or for 256 MiB.
+    A `trickling` file has headers that come one by one, for two seconds.
     """
 
     folder: Path
@@ -49,6 +50,7 @@ class HubModel:
     lie: Callable[[dict[str, Any]], object] | None = None
     lying_headers: dict[str, str] = field(default_factory=dict)
     endless: set[str] = field(default_factory=set)
+    trickling: set[str] = field(default_factory=set)
 
     def names(self) -> list[str]:
         return sorted(path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file())
@@ -180,6 +182,12 @@ class _Handler(BaseHTTPRequestHandler):
             if model.redirects:
                 other_host = self.hub.endpoint.replace("127.0.0.1", "localhost")
                 return self._send(b"", headers | {"Location": f"{other_host}/cdn/{repository}/{name}"}, 302)
+        if name in model.trickling and with_body:
+            self.send_response(200)
+            for _ in range(200):
+                self.send_header("X-More", "1")
+                self.flush_headers()
+                time.sleep(0.01)
         if name in model.endless and with_body:
             return self._send_endlessly(headers)
         return self._send_file(model, name, headers | model.lying_headers, with_body)

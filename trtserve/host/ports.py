@@ -190,8 +190,10 @@ def web_opener(*, direct: bool = False) -> urllib.request.OpenerDirector:
     return opener
 
 
-def within(seconds: float | None, call: Callable[[], T]) -> T:
+def within(seconds: float | None, call: Callable[[], T], *, begun: Callable[[], bool] = lambda: False) -> T:
     """Return what `call` returns. Raises TimeoutError when it takes longer; None: it may take any time.
+
+    So may one that has `begun` to give its result by then.
 
     A socket's own time limit begins again with every byte. A call that is late goes on in its thread, which does not
     keep the program from ending.
@@ -209,6 +211,6 @@ def within(seconds: float | None, call: Callable[[], T]) -> T:
     context = copy_context()
     threading.Thread(target=context.run, args=(run,), daemon=True).start()
     wait([done], seconds)
-    if not done.done():
+    if not done.done() and not begun():
         raise TimeoutError(f"no whole answer within {seconds:g} s")
     return done.result()

@@ -7,6 +7,7 @@ import io
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -258,11 +259,10 @@ def _append(
         raise offline(revision.repository)
     url = hf_hub_url(revision.repository, file.name, revision=revision.commit, endpoint=endpoint())
     try:
-        with _CountedFile(part, file.size, task, enough) as handle, calls.understood(revision.repository):
-            handle.seek(0, os.SEEK_END)
-            http_get(
-                url, handle, resume_size=handle.tell(), headers=build_hf_headers(token=token), expected_size=file.size
-            )
+        with _CountedFile(part, file.size, task, enough) as handle:
+            begin, headers = handle.seek(0, os.SEEK_END), build_hf_headers(token=token)
+            get = partial(http_get, url, handle, resume_size=begin, headers=headers, expected_size=file.size)
+            calls.downloaded(revision.repository, get)
     except _EnoughError:
         return None
     except _TooLongError as error:

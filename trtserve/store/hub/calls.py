@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from threading import Event
 from typing import Any, ParamSpec, TypeVar
 from urllib.parse import urljoin, urlsplit
 
@@ -28,7 +29,9 @@ _DELAYS = (1.0, 2.0, 4.0, 8.0)
 # 100,000 files with their hashes take about 25 MB.
 _LARGEST_ANSWER = 32 * 2**20
 _LONGEST_ANSWER = 300.0  # seconds
+_LONGEST_HEADERS = 60.0  # seconds until a file begins to come
 _BOUNDED = ContextVar("bounded", default=False)
+_BEGUN = ContextVar[Event | None]("begun", default=None)
 _NO_HUB = (
     "Nothing was pulled from this answer. Check that HF_ENDPOINT is the address of a hub or mirror that you trust, and "
     "that it begins with https://."
@@ -103,6 +106,8 @@ def _read_bounded(response: Any, **_: object) -> None:
     """Read an answer of the API, or an error, whole, as the client would. Raises NetworkError at the limit."""
     if not _BOUNDED.get():
         return
+    if response.status_code < 300 and (begun := _BEGUN.get()) is not None:
+        begun.set()
     api = (urlsplit(endpoint()).path + "/api/", "/api/")
     if response.status_code < 400 and not urlsplit(str(response.url)).path.startswith(api):
         return
@@ -339,6 +344,27 @@ def asked(repository: str, call: Callable[[], R]) -> R:
 
     with understood(repository):
         return within(_LONGEST_ANSWER, bounded)
+
+
+def downloaded(repository: str, call: Callable[[], None]) -> None:
+    """Download a file of the hub. Raises NetworkError if it does not begin in time; then it may take any time.
+
+    The client waits for as long as single bytes of headers come.
+    """
+    begun = Event()
+
+    def bounded() -> None:
+        _BEGUN.set(begun)  # in a thread of its own, like the session of older clients
+        with _bounded_answers():
+            call()
+
+    with understood(repository):
+        try:
+            within(_LONGEST_HEADERS, bounded, begun=begun.is_set)
+        except TimeoutError:
+            raise NetworkError(
+                f"{endpoint()} began to send no file of {repository} within {_LONGEST_HEADERS:g} s.", hint="Try again."
+            ) from None
 
 
 def lie(repository: str, answered: str, expected: str) -> NetworkError:
