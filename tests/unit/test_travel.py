@@ -10,9 +10,11 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.support.engine_folders import built_here, write_engine
 from tests.support.http_pages import ENDLESS, endless, sending
@@ -357,6 +359,34 @@ def test_an_answer_of_a_registry_that_never_ends_is_left(
         pytest.raises(NetworkError, match="no whole answer within"),
     ):
         pull(target, store=Store(tmp_path / "store"))
+
+
+def test_a_blob_that_comes_byte_by_byte_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_LONGEST_READ", 0.2)
+    with _raw_registry(lambda _: endless("body")) as (target, _), pytest.raises(NetworkError, match=r"within 0\.2 s"):
+        b"".join(parse_target(target)[0].receive(Blob(f"sha256:{'0' * 64}", 1_000_000)))
+
+
+def test_a_folder_of_a_store_that_does_not_answer_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    over, file_system = Event(), MemoryFileSystem()
+    file_system.info = lambda _: over.wait(60)
+    monkeypatch.setattr(remote, "_LONGEST_ANSWER", 0.2)
+    shelf = Layout("s3://b/x", file_system, "b/x")
+    try:
+        with pytest.raises(NetworkError, match=r"s3://b/x cannot be reached: TimeoutError: .* within 0\.2 s"):
+            shelf.has(Blob(f"sha256:{'0' * 64}", 1))
+        with pytest.raises(NetworkError, match=r"within 0\.2 s"):
+            shelf.manifest("latest")
+    finally:
+        over.set()
+
+
+def test_a_listing_of_too_many_files_names_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_MOST_FILES", 2)
+    for name in "abc":
+        (tmp_path / name).touch()
+    with pytest.raises(ModelNotFoundError, match="has 3 files; at most 2 are read"):
+        remote.resolve(f"file://{tmp_path}")
 
 
 @pytest.mark.parametrize(

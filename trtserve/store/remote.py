@@ -181,7 +181,7 @@ class Layout:
     def has(self, blob: Blob) -> bool:
         with reaching(self.text):
             try:
-                return int(self.file_system.info(self._file(blob))["size"]) == blob.size
+                return int(_bounded(lambda: self.file_system.info(self._file(blob)))["size"]) == blob.size
             except FileNotFoundError:
                 return False
 
@@ -215,9 +215,9 @@ class Layout:
 
     def _opened(self, path: str) -> Any:
         """Open a file. In a stranger's folder a pipe would never end, and a link could lead anywhere."""
-        if self.file_system.info(path)["type"] != "file":
+        if _bounded(lambda: self.file_system.info(path))["type"] != "file":
             raise CorruptFileError(f"{path} is a link, a pipe or a device, not a file.", hint="Push it again.")
-        return self.file_system.open(path, "rb")
+        return _bounded(lambda: self.file_system.open(path, "rb"))
 
     def _file(self, blob: Blob) -> str:
         return f"{self.path}/blobs/{blob.digest.replace(':', '/')}"
@@ -233,6 +233,11 @@ class Layout:
         if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
             raise CorruptFileError(f"{self.text}/index.json lists no manifests.", hint="Push to another place.")
         return found
+
+
+def _bounded(call: Callable[[], T]) -> T:
+    """Return an answer of an object store, or of a registry."""
+    return within(_LONGEST_ANSWER, call)
 
 
 def _read(handle: Any, size: int) -> bytes:
@@ -291,10 +296,14 @@ class Registry:
 
     def receive(self, blob: Blob) -> Iterator[bytes]:
         with reaching(self.text), self._again(lambda: self._call("GET", f"blobs/{blob.digest}")) as answer:
-            left = blob.size
-            while left and (block := answer.read(min(_BLOCK, left))):
-                left -= len(block)
-                yield block
+            left, awaited, latest = blob.size, blob.size - _BLOCK, time.monotonic() + _LONGEST_READ
+            while left and (piece := answer.read1(min(_BLOCK, left))):  # a socket's limit begins again with every byte
+                if left <= awaited:
+                    awaited, latest = left - _BLOCK, time.monotonic() + _LONGEST_READ
+                elif time.monotonic() > latest:
+                    raise TimeoutError(f"no {_BLOCK >> 20} MiB within {_LONGEST_READ:g} s")
+                left -= len(piece)
+                yield piece
 
     def publish(self, reference: str, manifest: bytes) -> None:
         headers = {"Content-Type": MANIFEST_TYPE, "Content-Length": str(len(manifest))}
@@ -408,10 +417,10 @@ def resolve(url: str) -> Revision:
     """
     file_system, path = open_file_system(url)
     with reaching(url):
-        found = within(_LONGEST_ANSWER, lambda: file_system.find(path, maxdepth=2, detail=True, refresh=True))
+        found = _bounded(lambda: file_system.find(path, maxdepth=2, detail=True, refresh=True))
     if not found or len(found) > _MOST_FILES:
         raise ModelNotFoundError(
-            f"{url} has {'no files' if not found else f'{len(found)} files'}.",
+            f"{url} has {f'{len(found)} files; at most {_MOST_FILES} are read' if found else 'no files'}.",
             hint="Name the folder that holds the model's config.json.",
         )
     files = []
@@ -436,13 +445,13 @@ def pull(revision: Revision, file: RemoteFile, folder: Path, task: Task | None =
     with reaching(f"{revision.repository}/{file.name}"), part.open("ab") as handle:
         if handle.tell() > file.size:
             handle.truncate(0)
-        with file_system.open(path, "rb", block_size=_BLOCK) as source:
+        with _bounded(lambda: file_system.open(path, "rb", block_size=_BLOCK)) as source:
             source.seek(handle.tell())
             while (left := file.size - handle.tell()) > 0 and (block := _read(source, min(_BLOCK, left))):
                 handle.write(block)
                 if task is not None:
                     task.advance(len(block))
-        now = file_system.info(path, refresh=True)
+        now = _bounded(lambda: file_system.info(path, refresh=True))
     if f"etag:{_identity(now)}" != file.digest or part.stat().st_size != file.size:
         part.unlink()
         raise CorruptFileError(
