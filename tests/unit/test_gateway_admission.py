@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from tests.support.gateways import settings_of
+from tests.support.gateways import HOST, settings_of
 from tests.support.http_pages import sending
 from trtserve.bench.traffic import read_trace
 from trtserve.client.endpoint import Endpoint
@@ -33,7 +33,7 @@ from trtserve.gateway.openai.router import openai_router
 from trtserve.gateway.openai.served import Backend
 from trtserve.gateway.request_log import RequestLog
 from trtserve.gateway.settings import RequestLimits, write_private
-from trtserve.gateway.triton import TritonHttp, _model
+from trtserve.gateway.triton import TritonHealth, TritonHttp, _model
 from trtserve.specs import ServerSpec
 
 _NOBODY = Backend(Endpoint())
@@ -324,6 +324,50 @@ def test_a_request_without_memory_is_asked_to_come_again(
     answer = TestClient(Gateway(settings_of()), base_url="http://localhost").post("/other", json={})
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert answer.json() == {"error": "the gateway has no memory left for this request"}
+
+
+def test_requests_are_held_to_their_time_after_a_look_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("trtserve.gateway.admission._SWEEP", 0.001)
+    monkeypatch.setattr("trtserve.gateway.admission.give_memory_back", fail)
+    gate = Gate(RequestLimits(request_seconds=0))
+    with gate.memory() as reserve:
+        reserve(256 << 20)
+
+    async def run() -> None:
+        sweeping = asyncio.create_task(gate.sweep())
+        exchange = Exchange(task=asyncio.create_task(asyncio.sleep(60)), hang_up=None)
+        with gate.watch(exchange), pytest.raises(asyncio.CancelledError):
+            await exchange.task
+        assert exchange.refusal is not None
+        assert exchange.refusal.status == 504
+        sweeping.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), timeout=60))
+
+
+def test_a_gateway_shows_life_after_a_moment_without_file_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures, shown = [OSError(24, "Too many open files")], asyncio.Event()
+
+    def beat(_: object) -> None:
+        if failures:
+            raise failures.pop()
+        shown.set()
+
+    monkeypatch.setattr("trtserve.gateway.triton._INTERVAL", 0.001)
+    monkeypatch.setattr("trtserve.gateway.standstill.GatewayBeat.beat", beat)
+
+    async def run() -> None:
+        health = TritonHealth(TritonHttp(f"{HOST}:1", f"{HOST}:1"), Gate(RequestLimits()), None, tmp_path)
+        living = asyncio.create_task(health.show_life())
+        await shown.wait()
+        living.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), timeout=60))
 
 
 _MANY = b",1" * (MOST_VALUES + 1)

@@ -13,7 +13,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-from trtserve.gateway.asgi import RefusedError
+from trtserve.gateway.asgi import RefusedError, looking_again
 from trtserve.gateway.settings import RequestLimits
 from trtserve.host.machine import give_memory_back
 
@@ -233,19 +233,20 @@ class Gate:
         longest, stalled = self._limits.request_seconds, self._limits.stalled_seconds
         while True:
             await asyncio.sleep(_SWEEP)
-            if self._most_reserved > max(_MANY_BYTES, 8 * self._reserved):
-                self._most_reserved = self._reserved
-                await asyncio.to_thread(give_memory_back)
-            now = time.monotonic()
-            for exchange in list(self._open):
-                if exchange.sending_since is not None and now - exchange.sending_since > stalled:
-                    exchange.end(RefusedError(408, f"the answer was not read for {stalled:g} s"))
-                    if exchange.hang_up is not None:
-                        exchange.hang_up()
-                elif self.draining and now - (exchange.idle_since or now) > _IDLE_AT_THE_END:
-                    exchange.end(RefusedError(503, "the server is stopping"))
-                elif now - exchange.started > longest:
-                    exchange.end(RefusedError(504, f"the request took longer than {longest:g} s"))
+            with looking_again():
+                if self._most_reserved > max(_MANY_BYTES, 8 * self._reserved):
+                    self._most_reserved = self._reserved
+                    await asyncio.to_thread(give_memory_back)
+                now = time.monotonic()
+                for exchange in list(self._open):
+                    if exchange.sending_since is not None and now - exchange.sending_since > stalled:
+                        exchange.end(RefusedError(408, f"the answer was not read for {stalled:g} s"))
+                        if exchange.hang_up is not None:
+                            exchange.hang_up()
+                    elif self.draining and now - (exchange.idle_since or now) > _IDLE_AT_THE_END:
+                        exchange.end(RefusedError(503, "the server is stopping"))
+                    elif now - exchange.started > longest:
+                        exchange.end(RefusedError(504, f"the request took longer than {longest:g} s"))
 
 
 async def stop_until_ended(

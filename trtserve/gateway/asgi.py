@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 from pydantic_core import to_json
 
 from trtserve.gateway.settings import RequestLimits
 
+_LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -60,6 +63,15 @@ def without_memory(error: BaseException) -> RefusedError | None:
     if isinstance(error, MemoryError) or "can't start new thread" in str(error):
         return RefusedError(503, "the gateway has no memory left for this request", headers={"retry-after": "1"})
     return None
+
+
+@contextmanager
+def looking_again() -> Iterator[None]:
+    """Let a watch look again after a failure, as without memory, threads or file descriptors: it must never end."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever it was, who is watched must not go unwatched
+        _LOG.warning("the gateway looks again later: %s: %s", type(error).__name__, error)
 
 
 async def aside(work: Callable[[], T], body: bytes) -> T:

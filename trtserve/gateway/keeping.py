@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from trtserve.errors import TrtserveError
-from trtserve.gateway.asgi import RefusedError
+from trtserve.gateway.asgi import RefusedError, looking_again
 from trtserve.gateway.triton import TritonHttp
 from trtserve.host.machine import format_bytes
 
@@ -215,13 +215,14 @@ class ModelKeeper:
         """Unload models that have had no request for long, or have ended by themselves, until cancelled."""
         while True:
             await asyncio.sleep(_SWEEP)
-            now = time.monotonic()
-            for each in self.models.values():
-                if each.state != "loaded" or each.task is not None or each.users:
-                    continue
-                tired = self._idle and now - each.used_at > self._idle
-                if tired or (each.running is not None and not each.running.alive()):
-                    self._unload(each)
+            with looking_again():
+                now = time.monotonic()
+                for each in self.models.values():
+                    if each.state != "loaded" or each.task is not None or each.users:
+                        continue
+                    tired = self._idle and now - each.used_at > self._idle
+                    if tired or (each.running is not None and not each.running.alive()):
+                        self._unload(each)
 
     async def close(self) -> None:
         """Unload all models, also those that are being loaded."""

@@ -33,6 +33,7 @@ from trtserve.gateway.asgi import (
     Send,
     aside,
     headers_of,
+    looking_again,
     receive_body,
     replayed,
     require_few,
@@ -203,7 +204,8 @@ class ManyModels(Entrance):
         assert folder is not None
         beat, left = GatewayBeat(folder), _STOP_SECONDS
         while True:
-            beat.beat()
+            with looking_again():
+                beat.beat()
             await asyncio.sleep(_BEAT)
             if self.gate.draining and not (folder / DRAINING).exists():
                 left -= _BEAT

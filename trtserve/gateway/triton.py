@@ -36,7 +36,7 @@ from trtserve.client.http_transport import JSON_LENGTH, generate_body, infer_bod
 from trtserve.client.metrics import read_heartbeats
 from trtserve.client.tensors import ModelDescription, stop_request
 from trtserve.gateway.admission import Gate
-from trtserve.gateway.asgi import RefusedError
+from trtserve.gateway.asgi import RefusedError, looking_again
 from trtserve.gateway.standstill import GatewayBeat, Hangs, python_stubs, tritonservers
 from trtserve.process import ProcessId
 from trtserve.process.halts import Halts
@@ -416,18 +416,21 @@ class TritonHealth:
         """
         if self._process is None:
             return
-        while not await self._triton.is_ready():
-            await asyncio.sleep(_INTERVAL)
-        self._stubs = await asyncio.to_thread(python_stubs, self._process)
-        self._servers = {self._process, *await asyncio.to_thread(tritonservers, self._process)}
-        expected = Counter(self._stubs.values())
+        expected = Counter[str]()
         while True:
             await asyncio.sleep(_INTERVAL)
-            await self._listen(self._process)
-            if self._lost or not all(stub.alive() for stub in self._stubs):
-                self._stubs = await asyncio.to_thread(python_stubs, self._process)
-                present = Counter(self._stubs.values())
-                await self._note([model for model, count in expected.items() if present[model] < count])
+            with looking_again():
+                if not self._servers:
+                    if not await self._triton.is_ready():
+                        continue
+                    self._stubs = await asyncio.to_thread(python_stubs, self._process)
+                    expected = Counter(self._stubs.values())
+                    self._servers = {self._process, *await asyncio.to_thread(tritonservers, self._process)}
+                await self._listen(self._process)
+                if self._lost or not all(stub.alive() for stub in self._stubs):
+                    self._stubs = await asyncio.to_thread(python_stubs, self._process)
+                    present = Counter(self._stubs.values())
+                    await self._note([model for model, count in expected.items() if present[model] < count])
 
     async def show_life(self) -> None:
         """Show the supervisor that the event loop turns, until cancelled."""
@@ -435,7 +438,8 @@ class TritonHealth:
             return
         gateway = GatewayBeat(self._run_folder)
         while True:
-            gateway.beat()
+            with looking_again():
+                gateway.beat()
             await asyncio.sleep(_INTERVAL)
 
     async def _listen(self, root: ProcessId) -> None:
