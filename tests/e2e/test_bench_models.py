@@ -39,10 +39,15 @@ def measure(endpoint: Endpoint, model: str, **settings: object) -> BenchReport:
     return run_benchmark(plan_benchmark(BenchSpec(model=model, calibrate=False, **spec), endpoint))  # type: ignore[arg-type]
 
 
+@pytest.fixture(scope="module")
+def core(endpoint: Endpoint) -> BenchReport:
+    return measure(endpoint, "tensorrt_llm")
+
+
 @pytest.mark.parametrize("model", TEXT_MODELS)
-def test_text_models_do_the_work_of_the_core_model(endpoint: Endpoint, model: str) -> None:
+def test_text_models_do_the_work_of_the_core_model(endpoint: Endpoint, core: BenchReport, model: str) -> None:
     """As many tokens in and out as the core model's for the same seed, by the server's own count."""
-    core, report = measure(endpoint, "tensorrt_llm"), measure(endpoint, model)
+    report = measure(endpoint, model)
     assert (core.tokens_counted_by, report.tokens_counted_by) == ("output_ids", "server")
     lengths = [[(each.input_tokens, each.output_tokens) for each in found.records] for found in (core, report)]
     assert lengths[0] == lengths[1]

@@ -1,15 +1,17 @@
-"""`import trtserve`: a model is imported, served for the length of a block, asked and traced; the examples."""
+"""`import trtserve`: the demo is imported, served for the length of a block, asked and traced; the examples."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import runpy
 import secrets
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,10 @@ import trtserve
 from tests.support.commands import environment
 from tests.support.trace_receiver import TraceReceiver, trace_receiver
 from tests.support.waiting import wait_until
+from trtserve.client.endpoint import Endpoint
 from trtserve.client.metrics import REQUESTS
+from trtserve.client.query import generate
+from trtserve.client.spec import QuerySpec
 from trtserve.errors import RequestError, ServerNotFoundError, ServerUnreachableError, UsageError
 from trtserve.server.doctor.stub import write_probe_repository
 from trtserve.server.state import Server, list_servers
@@ -30,8 +35,11 @@ pytestmark = pytest.mark.triton
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUESTION = "What is ML?"
+REQUIRED = (QUESTION, "What is machine learning?")
 # So hot that no answer ends before its limit.
 ENDLESS: dict[str, Any] = {"max_tokens": 1500, "temperature": 100.0, "top_p": 1.0, "end_id": -1}
+# More than the longest answer of the corpus, so that an answer that is equal was ended by its EOS token.
+MAX_TOKENS = 100
 SERVE = """
 import sys, trtserve
 with trtserve.serve(sys.argv[1]) as server:
@@ -85,6 +93,43 @@ def test_a_stream_has_the_text_of_the_answer(server: Server) -> None:
     assert len(pieces) > 1
     assert "".join(pieces) == stream.answer.text == client.ask(QUESTION, max_tokens=20).text
     assert stream.answer.time_to_first_token is not None
+
+
+def _corpus() -> dict[str, str]:
+    lines = (EXAMPLES / "demo_model" / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
+    return {question: pair["answer"] for pair in map(json.loads, lines) for question in pair["questions"]}
+
+
+def test_the_demo_answers_its_corpus_word_for_word(server: Server) -> None:
+    """Every twelfth question; TRTSERVE_ALL=1 asks all of them."""
+    expected = _corpus()
+    if not os.environ.get("TRTSERVE_ALL"):
+        expected = {question: expected[question] for question in {*REQUIRED, *list(expected)[::12]}}
+
+    def answer(question: str) -> str:
+        return trtserve.Client(server).ask(question, max_tokens=MAX_TOKENS).text
+
+    with ThreadPoolExecutor(8) as streams:
+        answers = dict(zip(expected, streams.map(answer, expected), strict=True))
+    wrong = {question: text for question, text in answers.items() if text != expected[question]}
+    assert len(wrong) <= 0.05 * len(expected), wrong
+    assert not set(REQUIRED) & set(wrong)
+
+
+@pytest.mark.parametrize("model", [None, "ensemble"])
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_streamed_pieces_join_to_the_answer(server: Server, protocol: str, model: str | None) -> None:
+    options: dict[str, Any] = {"options": {"max_tokens": MAX_TOKENS}, "stream": True, "protocol": protocol}
+    endpoint = Endpoint(
+        http_port=server.address.http_port,
+        grpc_port=server.address.grpc_port,
+        model=server.model,
+        repository=server.repository,
+    )
+    pieces: list[str] = []
+    answer = generate(QuerySpec(prompts=(QUESTION,), model=model, **options), endpoint, on_text=pieces.append)
+    assert len(pieces) > 1
+    assert "".join(pieces) == answer.text == _corpus()[QUESTION]
 
 
 def test_a_closed_stream_ends_its_request(server: Server) -> None:

@@ -37,6 +37,7 @@ from trtserve.bench.worker import Load, LoadOutcome, run_load
 from trtserve.cli import run
 from trtserve.client.http_transport import HttpPool, Pressure, http_request
 from trtserve.errors import BenchmarkError, MissingDependencyError, ServerUnreachableError
+from trtserve.repository.tokenizer import check_tokenizer
 
 MS = 1_000_000
 
@@ -132,11 +133,11 @@ def test_a_worker_that_a_signal_has_stopped_ends_the_run() -> None:
 def test_workers_send_every_request_once_and_pool_their_records() -> None:
     with echo_target(Echo(spoken="http-stream", chunks=32)) as target:
         # The records of a worker are more than a pipe holds at once.
-        load = Load(target=target, requests=requests(2400, tokens=32), warmup=requests(4, tokens=32), concurrency=6)
+        load = Load(target=target, requests=requests(900, tokens=32), warmup=requests(4, tokens=32), concurrency=6)
         outcome = send(load, workers=3)
         load = replace(load, requests=load.requests[:41], concurrency=None)
         scheduled = send(replace(load, offsets=[index / 200 for index in range(41)]), workers=3)
-    for each, count in ((outcome, 2400), (scheduled, 41)):
+    for each, count in ((outcome, 900), (scheduled, 41)):
         assert [record.index for record in each.records] == list(range(count))
         assert {record.worker for record in each.records} == {0, 1, 2}
         assert {record.status for record in each.records} == {"completed"}
@@ -259,8 +260,10 @@ def test_an_interrupt_of_the_calibration_ends_the_run(monkeypatch: pytest.Monkey
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As in a repository: with what transformers makes of it, so that the many runs here need not make it again."""
     folder = tmp_path_factory.mktemp("tokenizer")
     write_byte_tokenizer(folder)
+    check_tokenizer(folder, None, keep=True)
     return folder
 
 

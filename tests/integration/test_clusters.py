@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +47,11 @@ def submit(repository: Path, folder: Path, *flags: str) -> tuple[str, Address]:
     """Submit a job with our own command; its number and where rank 0 will listen."""
     http, grpc, metrics = free_ports(HOST, 3)
     ports = [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
-    line = [sys.executable, "-m", "trtserve", "start", "--model-repository", str(repository), "--slurm", "--submit"]
-    done = subprocess.run(
-        [*line, "--out", str(folder), "--json", *ports, *flags], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    line = ["start", "--model-repository", str(repository), "--slurm", "--submit", "--out", str(folder), "--json"]
+    with redirect_stdout(io.StringIO()) as printed:
+        assert run([*line, *ports, *flags]) == 0
     address = Address(host=HOST, http_port=http, grpc_port=grpc, metrics_port=metrics)
-    return json.loads(done.stdout)["result"]["number"], address
+    return json.loads(printed.getvalue())["result"]["number"], address
 
 
 def code_of(doubles: Doubles, number: str) -> int:
