@@ -233,6 +233,7 @@ def test_the_end_of_a_conversation_stays_in_view_when_a_message_takes_room(page:
 
 
 def test_a_key_is_asked_for_in_plain_words_and_its_field_stays_at_hand(page: Any, server: Scripted) -> None:
+    assert page.locator("#access").is_hidden()  # a server without a key does not speak of one
     server.key, server.parts = "right", [{"content": "Hello"}]
     page.reload()
     page.get_by_role("button", name="Enter an API key").wait_for()
@@ -256,6 +257,8 @@ def test_a_key_is_asked_for_in_plain_words_and_its_field_stays_at_hand(page: Any
     page.get_by_text("Hello").wait_for()  # the question is asked again without a hand
     assert page.get_by_role("button", name="Enter an API key").count() == 0
     assert count(page, ".error:visible") == 0
+    page.evaluate("unfold(true)")
+    assert page.locator("#access").is_hidden()
     assert count(page, ".turn") == 2
 
 
@@ -271,11 +274,23 @@ def test_a_question_without_an_answer_stays_and_the_model_does_not_read_it(page:
         assert count(page, ".again") == 1
         page.reload()
         wait_until(lambda: page.locator("#state").text_content() == "ready")
-    page.get_by_role("button", name="Edit this question").click()
+    page.get_by_role("button", name="Edit this question").first.click()
     assert page.locator("#question").input_value() == "First"
     assert page.locator(".turn .words").all_text_contents() == ["Second", "Hello"]
     ask(page, " again")
     assert [each["content"] for each in server.asked[-1]] == ["Second", "Hello", "First again"]
+
+
+def test_the_last_question_can_be_edited_and_its_answer_goes(page: Any, server: Scripted) -> None:
+    server.parts = [{"content": "Hello"}]
+    ask(page, "First")
+    ask(page, "Secnd")
+    page.get_by_role("button", name="Edit this question").click()  # the last question's is the only one
+    assert page.locator(".turn .words").all_text_contents() == ["First", "Hello"]
+    assert page.locator("#question").input_value() == "Secnd"
+    page.locator("#question").fill("")
+    ask(page, "Second")
+    assert [each["content"] for each in server.asked[-1]] == ["First", "Hello", "Second"]
 
 
 def test_a_prompt_that_is_too_long_can_be_edited_but_not_asked_again(page: Any, server: Scripted) -> None:

@@ -57,7 +57,7 @@ def test_the_answer_in_one_line() -> None:
 
 def test_large_figures_have_no_exponents() -> None:
     assert [brief(value) for value in (0.5741, 57.41, 999.9, 1159.4)] == ["0.574", "57.4", "1,000", "1,159"]
-    assert [milliseconds(value) for value in (9.8765, 1159, 12_345)] == ["9.88 ms", "1,159 ms", "12.3 s"]
+    assert [milliseconds(value) for value in (9.8765, 1159, 12_345)] == ["9.88 ms", "1.16 s", "12.3 s"]
     assert "e+" not in made(1, factor=500).answer
 
 
@@ -315,6 +315,13 @@ def test_percentages_over_time_have_a_scale_each() -> None:
     assert "row" not in plots["Requests in flight and batch size"]["encoding"]
 
 
+def test_every_plot_of_a_run_says_how_to_read_it() -> None:
+    rows = [{"time_ns": moment * 1e8, "in_flight": 1.0, "cpu": 90.0, "kv_use": 0.01} for moment in range(4)]
+    plots = chart([made(1, samples=Samples(rows=rows))])["concat"]
+    assert len(plots) == 5
+    assert [plot["title"] for plot in plots if "description" not in plot] == []
+
+
 def test_equal_lines_in_one_plot_differ_in_their_dashes() -> None:
     rows = [{"time_ns": moment * 1e8, "in_flight": 8.0, "batch_size": 8.0} for moment in range(4)]
     plots = {plot["title"]: plot for plot in chart([made(1, samples=Samples(rows=rows))])["concat"]}
@@ -404,6 +411,7 @@ def test_a_report_begins_with_what_was_measured_and_says_where(tmp_path: Path) -
     machine = {"cpus": 2, "other_programs": 0.911, "server_here": True, "server_waited": None}
     write_plots([made(1, runtime="openvino", precision=precision, machine=machine)], tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
+    assert '<table class="figures">' in text  # a phone leaves out its columns min and max
     lengths = "16 tokens in a prompt and 8 in an answer, on average"
     begins = text.partition("<h1>")[0]
     assert f"runtime openvino · weights float16, arithmetic bf16, KV cache u8 · {lengths}<" in begins

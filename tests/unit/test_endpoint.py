@@ -213,7 +213,7 @@ def test_a_log_that_was_removed_under_a_server(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("key", [True, False])
 def test_a_server_with_a_key_says_that_clients_need_it(key: bool, capsys: pytest.CaptureFixture[str]) -> None:
     _print_summary(server_record(), page=False, key=key, detached=True)
-    assert ("clients need the API key" in capsys.readouterr().err) is key
+    assert ("clients need it: export OPENAI_API_KEY" in capsys.readouterr().err) is key
 
 
 def test_what_to_try_names_the_server_when_another_one_runs() -> None:

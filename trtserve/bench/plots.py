@@ -256,7 +256,7 @@ def _decades(points: Sequence[Mapping[str, Any]]) -> Spec:
     """Return an axis with a label and a grid line at each power of ten around the points, and nowhere else."""
     powers = [math.log10(each["ms"]) for each in points]
     marks = range(math.floor(min(powers)), math.ceil(max(powers)) + 1)
-    return {"values": [10.0**power for power in marks], "format": "~g"}
+    return {"values": [10.0**power for power in marks], "format": ",~r"}
 
 
 def _timeline(report: BenchReport) -> Spec | None:
@@ -291,14 +291,35 @@ def _samples(report: BenchReport) -> list[Spec]:
     if not rows:
         return []
     found = [
-        _over_time("Server and machine over time", rows, shares, "%", apart=True),
-        _over_time("Requests in flight and batch size", rows, counts, "requests"),
+        _over_time(
+            "Server and machine over time",
+            rows,
+            shares,
+            "%",
+            apart=True,
+            description="How busy the processors of this machine were, by whatever program, and how full the server's "
+            "KV cache was. Steal is the time that the host of a virtual machine gave to others.",
+        ),
+        _over_time(
+            "Requests in flight and batch size",
+            rows,
+            counts,
+            "requests",
+            description="What the client waited for, and what the server computed in one step. A batch below the "
+            "requests in flight means that some waited in its queue.",
+        ),
     ]
     return [plot for plot in found if plot is not None]
 
 
 def _over_time(
-    title: str, rows: Sequence[Mapping[str, float]], names: Mapping[str, str], unit: str, *, apart: bool = False
+    title: str,
+    rows: Sequence[Mapping[str, float]],
+    names: Mapping[str, str],
+    unit: str,
+    *,
+    description: str,
+    apart: bool = False,
 ) -> Spec | None:
     """Return lines over time of what is not always 0, `apart` with a scale for each; None without enough samples."""
     start = rows[0]["time_ns"]
@@ -321,16 +342,17 @@ def _over_time(
         dashes = {"domain": list(names.values()), "range": [[1, 0], [5, 5], [2, 6]][: len(names)]}
         encoding["color"]["scale"] = {"domain": dashes["domain"]}
         encoding["strokeDash"] = _field("what", "nominal", "", scale=dashes)
-        return _plot(title, points, mark="line", encoding=encoding)
+        return _plot(title, points, description=description, mark="line", encoding=encoding)
     number = len({point["what"] for point in points})
     encoding["color"]["legend"] = None
-    encoding["y"] |= {"scale": {"domain": {"unionWith": [0, 1]}}, "axis": {"tickCount": 3}}
+    encoding["y"] |= {"scale": {"domain": {"unionWith": [0, 10]}}, "axis": {"tickCount": 3}}
     header = {"labelAngle": 0, "labelOrient": "top", "labelAnchor": "start", "labelFontSize": 12, "labelColor": _INK}
     header["labelPadding"] = 2
     encoding["row"] = _field("what", "nominal", None, header=header)
     return _plot(
         title,
         points,
+        description=description,
         mark="line",
         encoding=encoding,
         height=max(36, (_HEIGHT + 46) / number - 58),  # all are as high as other plots; 58 are a row's labels
@@ -390,7 +412,8 @@ def _page(reports: Sequence[BenchReport], figures: Sequence[str]) -> str:
     parts.append(f'<div class="plots">{"".join(figures)}</div>')
     for report in reports:
         parts.append(f"<h2>{html.escape(', '.join(filter(None, ('Figures', report.load))))}</h2>")
-        parts.append(_table(("Statistic", "avg", "min", "max", *QUANTILES), report.interval_rows()))
+        parts.append(_table(("Statistic", "avg", "min", "max", *QUANTILES), report.interval_rows(), look="figures"))
+        parts.append(f'<p class="soft">{_TIMES}</p>' if report.streaming else "")
         parts += [f'<p class="soft">{html.escape(FEW_NOTE)}</p>'] if report.few else []
         whole = _table(("Stat", "Value"), report.rows())
         parts.append(f"<details><summary>All figures, with the names of NVIDIA's benchmark</summary>{whole}</details>")
@@ -414,6 +437,10 @@ def _subject(report: BenchReport) -> str:
     return " · ".join(filter(None, (report.runtime and f"runtime {report.runtime}", precision, lengths)))
 
 
+_TIMES = (
+    "Time per output token is an average over an answer, inter token latency a single wait between two tokens. Below a "
+    "figure: the interval that holds its true value with 95 % confidence."
+)
 _MEANINGS: Mapping[Judgement, str] = {
     "valid": "the client kept up, the figures did not drift, and they agree with each other and with the machine.",
     "implausible": "the figures contradict each other or what the machine can do; do not use them.",
@@ -463,6 +490,7 @@ def _next_steps(reports: Sequence[BenchReport]) -> Iterator[str]:
     if not last.goals:
         yield f"Count only answers that are fast enough for you: `{bench} --slo ttft=500ms,itl=50ms`"
     yield "After a change, tell it from chance: `trtserve bench compare BEFORE AFTER` (folders of `--out`)"
+    yield "What the figures and verdicts mean: `trtserve help how-to/bench-results`"
     yield 'Let the machine look for better settings: `trtserve tune SETUP.yaml --goal "ttft p99 < 500 ms"`'
 
 
@@ -590,10 +618,11 @@ def _fact(name: str, value: object, facts: Mapping[str, object]) -> str:
     return f"{name.replace('_', ' ')} {f'{value:.3g}' if isinstance(value, float) else value}"
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], look: str = "") -> str:
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
     body = "".join(f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="table"><table><tr>{head}</tr>{body}</table></div>'
+    named = f' class="{look}"' if look else ""
+    return f'<div class="table"><table{named}><tr>{head}</tr>{body}</table></div>'
 
 
 def _cell(text: str) -> str:

@@ -154,11 +154,9 @@ class BenchReport(RunFacts):
             parts = [f"{brief(statistics.requests_per_second)} requests/s"]
             quantile = highest_known([statistics.latency_ms]) or "p50"
             value = getattr(statistics.latency_ms, quantile)
-            parts += (
-                []
-                if value is None or math.isinf(value)
-                else [f"{quantile[1:]} % of answers within {milliseconds(value)}"]
-            )
+            if value is not None and not math.isinf(value):
+                share = "half of the" if quantile == "p50" else f"{quantile[1:]} % of"
+                parts.append(f"{share} answers within {milliseconds(value)}")
         if judgement in ("disturbed", "implausible"):
             pass  # the figures do not tell what the limit was
         elif judgement == "client-limited":
@@ -311,8 +309,8 @@ def brief(value: float) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """Return a time with its unit, from 10 s on in seconds."""
-    return f"{brief(value / 1000)} s" if value >= 10_000 else f"{brief(value)} ms"
+    """Return a time with its unit, from 1 s on in seconds."""
+    return f"{brief(value / 1000)} s" if value >= 1000 else f"{brief(value)} ms"
 
 
 def sparkline(points: Sequence[tuple[int, float]], *, total: bool = False) -> str:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from trtserve.server.state import Server
     from trtserve.specs import ServerSpec
 
-_KEY = "  key      clients need the API key: export OPENAI_API_KEY=KEY ANTHROPIC_API_KEY=KEY"
+_KEY = "  key      clients need it: export OPENAI_API_KEY=KEY ANTHROPIC_API_KEY=KEY"
 
 
 def start(
