@@ -22,7 +22,7 @@ _PLACES = {"questions": 1.2, "how-to": 1.0, "tutorials": 1.0, "getting-started":
 _OTHERS = 0.5  # factor of all other pages: they explain or list, and rarely say how
 _LEAST = 0.12  # of the best score
 _QUESTIONS = "questions.md"
-_ANSWERED = 0.6  # share of the asked words, weighed by how rare they are, that the heading of an answer has
+_ANSWERED = 0.5  # share of the asked words, weighed by how rare they are, that the heading of an answer has
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def about(parts: Sequence[str], command: str = "") -> Found:
     rarity = [math.log(1 + len(every) / times) if times else 0.0 for times in spread]
     exact = beginning(r"[\W_]+".join(parts) + "s?")
     pages: dict[tuple[str, str], list[tuple[float, str]]] = {}
-    best, answer = 0.0, None
+    best, answer = (_ANSWERED, 0.0, 0.0), None
     for section, row in zip(every, counts, strict=True):
         weighted = list(zip(rarity, row, strict=True))
         score = sum(
@@ -106,9 +106,11 @@ def about(parts: Sequence[str], command: str = "") -> Found:
         score *= _EXACT if exact.fullmatch(section.heading or section.title) else 1
         if score > 0:
             pages.setdefault((section.page, section.title), []).append((score, section.heading))
-        asked = sum(rare for rare, (in_heading, _, _) in weighted if in_heading) >= _ANSWERED * sum(rarity)
-        if section.page == _QUESTIONS and asked and score > best:
-            best, answer = score, section
+        if section.page == _QUESTIONS and section.heading:  # of two, the shorter is more about the words
+            asked = [rare for rare, (in_heading, _, _) in weighted if in_heading]
+            rank = (sum(asked) / sum(rarity), len(asked) / len(section.heading.split()), score)
+            if rank > best:
+                best, answer = rank, section
     ranked = sorted(pages.items(), key=lambda item: -max(item[1])[0])[:_MOST_PAGES]
     kept = [(place, found) for place, found in ranked if max(found)[0] >= _LEAST * max(ranked[0][1])[0]]
     return Found([_entry(*place, found) for place, found in kept], answer)

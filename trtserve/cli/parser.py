@@ -54,6 +54,7 @@ _SYNONYMS = {
     "https": "tls",
     "ssl": "tls",
     "offline": "internet",
+    "sent": "send",
     "remote": "another",
     "two": "several",
     "boot": "systemd",
@@ -407,9 +408,9 @@ def _write_matches(node: Any, context: Any, formatter: Any, asked: str) -> None:
     pages = {"documentation (`trtserve help PAGE` prints one)": documented.pages}
     question = len(parts) < len(asked.split())
     if documented.answer and (whole or len(parts) > 1):
-        formatter.write_text(documented.answer.heading)
-        with formatter.indentation():
-            formatter.write_text(plain(documented.answer.text))
+        heading, text = documented.answer.heading, plain(documented.answer.text)
+        for line in (*_lines(heading, formatter.width), *_lines(text, formatter.width - 2, indent="  ")):
+            formatter.write(f"{line}\n")
         question = False
     found = {"commands": list(named), **(pages | found if question else found | pages)}
     for title, rows in found.items():
@@ -511,11 +512,17 @@ def _write_columns(formatter: Any, rows: Sequence[tuple[str, str]]) -> None:
     """Names on the left, texts on the right; unlike Typer's own columns no word is cut at a hyphen."""
     column = min(max(len(name) for name, _ in rows), _WIDEST_NAME) + 4
     for name, text in rows:
-        lines = textwrap.wrap(text, max(20, formatter.width - column), break_on_hyphens=False, break_long_words=False)
+        lines = _lines(text, max(20, formatter.width - column))
         below = lines if len(name) + 4 > column else lines[1:]
         beside = "" if below is lines else "".join(lines[:1])
         formatter.write(f"  {name}".ljust(column) + beside + "\n" if beside else f"  {name}\n")
         formatter.write("".join(f"{' ' * column}{line}\n" for line in below))
+
+
+def _lines(text: str, width: int, indent: str = "") -> list[str]:
+    """Return text in lines that break at blanks only."""
+    lines = textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
+    return [indent + line for line in lines]
 
 
 def _parameters(node: Any, context: Any) -> Iterator[tuple[str, list[tuple[str, str]]]]:
