@@ -134,6 +134,7 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
         (_HEAD + b"Content-Length: 5\r\n\r\n<html", "with a JSON object"),
         (_HEAD + b"Content-Length: 200000\r\n\r\n" + b"[" * 200_000, "with a JSON object"),
         (_HEAD + b"Content-Length: 2\r\n\r\n[]", "with a JSON object"),
+        (_HEAD + b"Content-Length: 210009\r\n\r\n" + b'{"a":[' + b"[]," * 70_000 + b"0]}", "with a JSON object"),
         (_HEAD + b"Content-Length: 2\r\n\r\n{}", "as no Triton does"),
         (_HEAD + b"Content-Length: 28\r\n\r\n" + b'{"name": "m", "input": [1]}\n', "as no Triton does"),
         (_HEAD + b"\r\n" + b"x" * (2 << 20), "has more than 1 MiB"),

@@ -36,7 +36,7 @@ from trtserve.client.http_transport import JSON_LENGTH, generate_body, infer_bod
 from trtserve.client.metrics import read_heartbeats
 from trtserve.client.tensors import ModelDescription, stop_request
 from trtserve.gateway.admission import Gate
-from trtserve.gateway.asgi import RefusedError, looking_again
+from trtserve.gateway.asgi import RefusedError, aside, looking_again, require_few
 from trtserve.gateway.standstill import GatewayBeat, Hangs, python_stubs, tritonservers
 from trtserve.process import ProcessId
 from trtserve.process.halts import Halts
@@ -267,9 +267,14 @@ class TritonHttp:
         """Return a model's configuration. Raises RefusedError as `model` does."""
         async with self.send("GET", path, seconds=_ANSWER_SECONDS) as response:
             content = await read_answer(response, _LARGEST_ANSWER)
+
+        def read() -> Any:
+            require_few(content)
+            return from_json(content)
+
         try:
-            config: Any = from_json(content)
-        except ValueError:
+            config = await aside(read, content)
+        except (ValueError, RefusedError):
             config = None
         if not isinstance(config, dict):
             raise SilentError(f"Triton does not answer {path} with a JSON object")
