@@ -83,6 +83,26 @@ def test_the_events_of_a_response_are_its_document(client: TestClient, triton: S
         assert {(each["output_index"], each["item_id"]) for each in deltas} == {(number, items[number]["id"])}
 
 
+@pytest.mark.parametrize("pause", [0, 0.001])
+def test_log_probabilities_of_a_response_are_those_of_its_text(
+    client: TestClient, triton: ScriptedTriton, pause: float
+) -> None:
+    """Tokens of thoughts and calls come beside, in one piece or in many."""
+    triton.script, triton.pause = (ANSWER,), pause
+    asked: dict[str, Any] = {"tools": [FUNCTION], "include": ["message.output_text.logprobs"]}
+    message = respond(client, **asked).json()["output"][1]
+    (content,) = message["content"]
+    assert "".join(each["token"] for each in content["logprobs"]).strip() == "Well."
+    assert {each["logprob"] for each in content["logprobs"]} == {-0.5}
+    streamed = named_events(respond(client, **asked, stream=True))
+    for each in streamed:
+        EVENT.validate_python(each)
+    deltas = [each["logprobs"] for each in streamed if each["type"] == "response.output_text.delta"]
+    (done,) = [each["logprobs"] for each in streamed if each["type"] == "response.output_text.done"]
+    assert [token for tokens in deltas for token in tokens] == done == content["logprobs"]
+    assert respond(client).json()["output"][1]["content"][0]["logprobs"] == []
+
+
 def test_a_response_is_continued(client: TestClient, triton: ScriptedTriton) -> None:
     triton.script = ('</think><tool_call>{"name": "weather", "arguments": {}}</tool_call>',)
     first = respond(client, "One", instructions="Be brief.", tools=[FUNCTION]).json()
@@ -218,6 +238,7 @@ def test_a_schema_and_tools_of_responses(client: TestClient, triton: ScriptedTri
         ({"tools": [{**FUNCTION, "name": ""}]}, "at least 1 character"),
         ({"tools": [{**FUNCTION, "parameters": {"type": ["array", "null"]}}]}, "the arguments of a tool are an object"),
         ({"include": ["nonsense"]}, "'reasoning.encrypted_content'"),
+        ({"top_logprobs": 2}, "top_logprobs needs 'message.output_text.logprobs' in include"),
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
         ({"temperature": 3}, "less than or equal to 2"),

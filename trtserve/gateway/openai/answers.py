@@ -8,6 +8,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -134,11 +135,18 @@ class AnswerBlock:
     kind: Literal["reasoning", "text", "call"]
     call: Call | None = None
     pieces: list[str] = field(default_factory=list)
+    tokens: list[TokenLogProb] = field(default_factory=list)
+    """Those of a text, if log-probabilities were requested."""
 
     @property
     def text(self) -> str:
         """Thoughts or text so far."""
         return "".join(self.pieces)
+
+    def add(self, part: Part) -> None:
+        """Add what continues it."""
+        self.pieces.append(part.text)
+        self.tokens += part.tokens
 
 
 @dataclass(kw_only=True)
@@ -154,6 +162,8 @@ class Message:
     shows_reasoning: bool = True
     blocks: list[AnswerBlock] = field(default_factory=list)
     tokens: list[TokenLogProb] = field(default_factory=list)
+    held: list[TokenLogProb] = field(default_factory=list)
+    """Tokens whose text the reader holds back."""
     ids: list[int] = field(default_factory=list)
     reasoning_tokens: int = 0
     """Tokens of the pieces with thoughts; of a piece with other text too the share of its characters."""
@@ -184,13 +194,17 @@ class Message:
             parts += self.reader.finish()
         if thought := sum(len(part.text) for part in parts if part.kind == "reasoning"):
             self.reasoning_tokens += round(len(piece.ids) * thought / sum(len(part.text) for part in parts))
+        self.held += piece.tokens
+        if parts:
+            _share(self.held, parts)
+            self.held = []
         parts = [part for part in parts if self._kept(part)]
         for part in parts:
             if part.kind == "arguments":  # they grow in the call itself
                 continue
             if part.kind == "call" or self._kind != part.kind:
                 self.blocks.append(AnswerBlock(kind=part.kind, call=part.call))
-            self.blocks[-1].pieces.append(part.text)
+            self.blocks[-1].add(part)
         self.tokens += piece.tokens
         self.ids += piece.ids
         if piece.finish_reason is not None:
@@ -264,6 +278,22 @@ class ChatAnswer(Message):
     def _chunk(self, delta: Json, tokens: Sequence[TokenLogProb] = (), finish_reason: str | None = None) -> Json:
         log_probs = _chat_log_probs(tokens)
         return {"index": self.index, "delta": delta, "logprobs": log_probs, "finish_reason": finish_reason}
+
+
+def _share(tokens: Sequence[TokenLogProb], parts: Sequence[Part]) -> None:
+    """Give each part of text the tokens that spell it, among those of thoughts, calls and marks."""
+    spelled, end = b"".join(each.token.raw for each in tokens), 0
+    ends = list(accumulate(len(each.token.raw) for each in tokens))
+    for part in parts if tokens else ():
+        text = part.text.encode()
+        start = max(end, spelled.find(text, end))
+        end = start + len(text)
+        if part.kind == "text":
+            part.tokens = [
+                each
+                for each, its_end in zip(tokens, ends, strict=True)
+                if its_end > start and its_end - len(each.token.raw) < end
+            ]
 
 
 def call_json(call: Call, arguments: str) -> Json:

@@ -6,12 +6,15 @@ import ast
 import json
 import re
 import uuid
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from trtserve.files import parse_json
 from trtserve.gateway.openai.dialects import BARE, CLOSERS, JSON, PYTHON, SEPARATORS, Dialect, Head, Section
+
+if TYPE_CHECKING:
+    from trtserve.gateway.openai.answers import TokenLogProb
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """Name of a tool → the schema of its arguments."""
@@ -40,6 +43,8 @@ class Part:
     """`call` begins one, `arguments` continues the last one."""
     text: str = ""
     call: Call | None = None
+    tokens: Sequence[TokenLogProb] = ()
+    """Those of a text, if log-probabilities were requested."""
 
 
 class Reader(Protocol):

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_core import from_json, to_json
 
 from trtserve.gateway.asgi import SMALL
 from trtserve.gateway.openai.answering import Form, Sequenced
-from trtserve.gateway.openai.answers import AnswerBlock, Json, Message, TextPiece, call_json
+from trtserve.gateway.openai.answers import AnswerBlock, Json, Message, TextPiece, TokenLogProb, call_json
 from trtserve.gateway.openai.bodies import (
     Body,
     ChatBody,
@@ -45,6 +45,7 @@ _NAMED = {"message": "role", "function_call": "name"}
 """Type of an item → the key that it needs."""
 
 
+_LOG_PROBS = "message.output_text.logprobs"
 _Included = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -151,10 +152,19 @@ class ResponsesBody(Body):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     truncation: Literal["disabled"] = "disabled"
 
-    # No effect.
     include: Listed[_Included] = Field(default_factory=list)
+    """`message.output_text.logprobs` asks for log-probabilities; the others are about what there is not here."""
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    # No effect.
     stream_options: dict[str, Any] = Field(default_factory=dict)
     user: str = ""
+
+    @model_validator(mode="after")
+    def _shown(self) -> ResponsesBody:
+        if self.top_logprobs and _LOG_PROBS not in self.include:
+            raise ValueError(f"top_logprobs needs {_LOG_PROBS!r} in include")
+        return self
 
     def messages(self, before: Sequence[Json]) -> list[Json]:
         """Return the conversation that goes on: what was said before, and the input. Raises ApiError."""
@@ -186,6 +196,8 @@ class ResponsesBody(Body):
                 ],
                 "tool_choice": choice,
                 "parallel_tool_calls": self.parallel_tool_calls,
+                "logprobs": _LOG_PROBS in self.include,
+                "top_logprobs": self.top_logprobs,
                 "reasoning_effort": self.reasoning.effort,
                 **{name: getattr(self, name) for name in _EXTENSIONS},
                 "response_format": {
@@ -436,6 +448,7 @@ class ResponsesForm(Form[Message]):
             "text": body.text.model_dump(by_alias=True, exclude_unset=True) or {"format": {"type": "text"}},
             "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
             "tools": [tool.model_dump() for tool in body.tools],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -471,7 +484,8 @@ class ResponsesForm(Form[Message]):
         text = block.text if text is None else text
         if block.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        log_probs = [token.chat() for token in block.tokens] if text else []
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": log_probs}
 
     def _part(self, part: Part) -> Iterator[bytes]:
         kind = "call" if part.call is not None else part.kind
@@ -483,8 +497,8 @@ class ResponsesForm(Form[Message]):
             if part.call is None:
                 yield self._at("response.content_part.added", part=self._content(self._open, ""))
         if part.kind != "call":
-            self._open.pieces.append(part.text)
-            yield self._at(f"{self._channel}.delta", delta=part.text, **self._log_probs)
+            self._open.add(part)
+            yield self._at(f"{self._channel}.delta", delta=part.text, **self._log_probs(part.tokens))
 
     @property
     def _channel(self) -> str:
@@ -492,9 +506,9 @@ class ResponsesForm(Form[Message]):
         names = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
         return f"response.{names[kind]}"
 
-    @property
-    def _log_probs(self) -> Json:
-        return {"logprobs": []} if self._open is not None and self._open.kind == "text" else {}
+    def _log_probs(self, tokens: Sequence[TokenLogProb]) -> Json:
+        shown = self._open is not None and self._open.kind == "text"
+        return {"logprobs": [token.chat() for token in tokens]} if shown else {}
 
     def _close(self) -> Iterator[bytes]:
         block = self._open
@@ -503,7 +517,7 @@ class ResponsesForm(Form[Message]):
         if block.call is not None:
             yield self._at(f"{self._channel}.done", arguments=block.call.arguments or "{}", name=block.call.name)
         else:
-            yield self._at(f"{self._channel}.done", text=block.text, **self._log_probs)
+            yield self._at(f"{self._channel}.done", text=block.text, **self._log_probs(block.tokens))
             yield self._at("response.content_part.done", part=self._content(block))
         item = self._item(self._items, block)
         yield self._event("response.output_item.done", output_index=self._items, item=item)
