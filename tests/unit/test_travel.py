@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -27,6 +28,7 @@ from trtserve.errors import (
     AccessDeniedError,
     ArtifactError,
     CorruptFileError,
+    DiskSpaceError,
     MachineError,
     ModelNotFoundError,
     NetworkError,
@@ -315,6 +317,16 @@ def test_the_commands_say_what_they_moved(
     out, err = capsys.readouterr()
     assert Path(out.strip()).is_dir()
     assert "Next: trtserve start tiny" in err
+    assert run(["plan", "tiny"]) == ModelNotFoundError.code
+    assert f"tiny was pulled from {shelf}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "refused"), [(errno.ENOSPC, DiskSpaceError), (errno.EROFS, ArtifactError), (errno.EPIPE, NetworkError)]
+)
+def test_a_folder_that_takes_nothing_more_says_why(number: int, refused: type[Exception], tmp_path: Path) -> None:
+    with pytest.raises(refused, match=str(tmp_path)), remote.reaching(str(tmp_path)):
+        raise OSError(number, os.strerror(number), str(tmp_path))
 
 
 @pytest.mark.parametrize("place", ["ftp://127.0.0.1/x", "http://127.0.0.1/x", "simplecache::s3://b/x"])

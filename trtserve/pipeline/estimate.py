@@ -25,6 +25,7 @@ from trtserve.errors import (
     CorruptFileError,
     DiskSpaceError,
     MemoryLimitError,
+    ModelNotFoundError,
     TrtserveError,
     UnsupportedModelError,
     UsageError,
@@ -357,6 +358,11 @@ def _location(source: str, store: Store, progress: Progress) -> tuple[str, str |
     """
     for record in store.recorded():
         if record.name == source and not looks_like(Model, Path(source)):
+            if not record.model:
+                raise ModelNotFoundError(
+                    f"{source} was pulled from {record.source}, without the model that it was made from.",
+                    hint="Name that model, as `trtserve import` takes it. What was pulled is ready for `start`.",
+                )
             return record.model, record.name
         if record.name == source:
             progress.warn(

@@ -31,7 +31,7 @@ from trtserve.errors import (
     TrtserveError,
     UsageError,
 )
-from trtserve.files import parse_json, read_json_object
+from trtserve.files import file_error, parse_json, read_json_object
 from trtserve.host.machine import install_command
 from trtserve.host.ports import is_here, web_opener, within
 from trtserve.store.hub import RemoteFile, Revision
@@ -144,7 +144,10 @@ def reaching(what: str) -> Iterator[None]:
         if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
             hint = "Log in as its own tools need it (AWS_PROFILE, gcloud auth, …)."
             raise AccessDeniedError(f"Access to {what} is denied: {error}.", hint=hint) from error
-        raise NetworkError(f"{what} cannot be reached: {type(error).__name__}: {error}.", hint="Try again.") from error
+        refused = file_error(error, Path(what)) if isinstance(error, OSError) else None  # a folder, or the own disk
+        if refused is None:
+            refused = NetworkError(f"{what} cannot be reached: {type(error).__name__}: {error}.", hint="Try again.")
+        raise refused from error
 
 
 def _layout(text: str) -> Layout:
