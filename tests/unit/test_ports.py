@@ -109,3 +109,9 @@ def test_what_is_no_host_name_is_refused_before_it_is_looked_up(host: str) -> No
     for ask in (lambda: Endpoint(host=host), lambda: split_address(f"{host}:8001")):
         with pytest.raises(UsageError, match=r"is no host name|expected HOST:PORT"):
             ask()
+
+
+def test_an_address_with_a_scheme_is_said_without_it() -> None:
+    with pytest.raises(UsageError, match="expected HOST:PORT") as refused:
+        split_address("http://127.0.0.1:9001/v1")
+    assert refused.value.hint == "Without what is around it: --url 127.0.0.1:9001"

@@ -249,6 +249,8 @@ def split_address(url: str, flag: str = "--url") -> tuple[str, int]:
     """Return host and port of --url, or of another flag. Raises UsageError for anything else."""
     host, _, port = url.rpartition(":")
     if not host or "/" in url or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
-        raise UsageError(f"{flag} is {url!r}; expected HOST:PORT, such as localhost:{GRPC_PORT}.")
+        bare = url.partition("://")[2].partition("/")[0]
+        hint = f"Without what is around it: {flag} {bare}" if ":" in bare else None
+        raise UsageError(f"{flag} is {url!r}; expected HOST:PORT, such as localhost:{GRPC_PORT}.", hint=hint)
     require_host(host, flag)
     return host, int(port)
