@@ -313,7 +313,7 @@ class WholeMatrices:
         return SimpleNamespace(pieces=[self._piece])
 
 
-def adapted(dtype: Any, inputs: int, rank: int, counts: list[int]) -> float:
+def adapted(dtype: Any, inputs: int, rank: int, counts: list[int], *, beside: bool) -> float:
     """Adapters of fc and gate; of each adapter a step has `counts` tokens, and some have none."""
     outputs, generator = 1344, np.random.default_rng(0)
     modules = tuple(
@@ -340,7 +340,7 @@ def adapted(dtype: Any, inputs: int, rank: int, counts: list[int]) -> float:
         wanted[mine, module * outputs : (module + 1) * outputs] += x[mine].double() @ a.T @ b
     padded = torch.zeros((len(spans) + 3, 3), dtype=torch.int32, device=DEVICE)
     padded[: len(spans)] = torch.from_numpy(spans)
-    kernels.add_adapters(product, x, Adapters(store, padded), 0, 0, 2)
+    kernels.begin_adapters(x, Adapters(store, padded, beside=beside), 0, 0, 2)(product)
     return error(product, wanted)
 
 
@@ -539,7 +539,9 @@ def mixtures() -> Iterator[tuple[str, Callable[[], float], float]]:
             yield f"experts without gates {tokens} {kind}", partial(experts, dtype, tokens, gated=False), 2 * bound
         yield f"experts 700 among 128 {kind}", partial(experts, dtype, 700, 128), 2 * bound
         for inputs, rank, counts in ((4096, 16, [4] * 16), (14_336, 64, [1, 300, 16]), (200, 3, [17])):
-            yield f"adapters {inputs} {rank} {kind}", partial(adapted, dtype, inputs, rank, counts), bound
+            for beside in (False, True):
+                name = f"adapters{' beside' * beside} {inputs} {rank} {kind}"
+                yield name, partial(adapted, dtype, inputs, rank, counts, beside=beside), bound
     for tokens, count in itertools.product((1, 700), (8, 60, 128, 256)):
         yield f"routes {tokens} among {count}", partial(routes, tokens, count), 1e-3
 

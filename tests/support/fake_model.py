@@ -150,6 +150,7 @@ class FakeChoosingModel(FakeModel):
         self._last: dict[int, int] = {}
         self._drafted: set[int] = set()
         self.plain_costs: list[float] = []
+        self.brief_tokens = 0
 
     def start(self, draws: Draws, step: StepInputs) -> _FakeStep:
         begun = {

@@ -8,7 +8,17 @@ import pytest
 
 from tests.support.large_models import llama_2_7b
 from trtserve.errors import UsageError
-from trtserve.pipeline.gpu_fit import GPUS, Gpu, find_gpu, fit_gpu, fitting_step, parse_size, shorter_fit, smallest_fit
+from trtserve.pipeline.gpu_fit import (
+    GPUS,
+    RESERVE,
+    Gpu,
+    find_gpu,
+    fit_gpu,
+    fitting_step,
+    parse_size,
+    shorter_fit,
+    smallest_fit,
+)
 from trtserve.specs import BuildSpec
 
 
@@ -45,6 +55,16 @@ def test_llama_2_7b_on_gpus() -> None:
     assert smallest.weights == pytest.approx(6.74e9 + 0.13e9, rel=0.01)  # the embedding is whole on both ranks
     assert fit_gpu(llama_2_7b(quantize="int8"), BuildSpec(), small).weights == pytest.approx(7e9, rel=0.02)
     assert smallest_fit(config, BuildSpec(), Gpu(name="tiny", memory=2**30)) is None
+
+
+def test_adapters_take_of_what_the_cache_leaves() -> None:
+    config, gpu = llama_2_7b(), find_gpu("h100-80gb")
+    plain = fit_gpu(config, BuildSpec(), gpu)
+    adapted = fit_gpu(config, BuildSpec(lora_plugin="auto"), gpu)
+    assert (plain.adapter_memory, adapted.tokens) == (0, plain.tokens)
+    free = gpu.memory - RESERVE - adapted.weights - adapted.activations
+    assert adapted.adapter_memory == int(0.05 * free)
+    assert adapted.tokens * adapted.kv_per_token + adapted.adapter_memory < free
 
 
 def test_gpu_counts_other_than_powers_of_two_are_tried() -> None:

@@ -228,6 +228,49 @@ def test_sequence_waits_for_blocks_that_another_one_computes() -> None:
     assert shape(run_step(scheduler)) == ([(2, 4)], [1, 3])
 
 
+def test_prompts_take_brief_steps_beside_sequences_that_decode() -> None:
+    scheduler = make_scheduler(chunked=True, brief_tokens=16)
+    add(scheduler, 1, 60, 100)
+    assert shape(run_step(scheduler)) == ([(1, 60)], [])  # nothing waits for it
+    for _ in range(300):  # since a prompt arrived
+        scheduler.plan_step()
+    add(scheduler, 2, 40)
+    chunks = [shape(run_step(scheduler)) for _ in range(4)]
+    assert chunks == [*[([(2, 12)], [1])] * 3, ([(2, 4)], [1])]
+
+
+def test_prompts_take_more_of_a_step_while_many_arrive() -> None:
+    scheduler = make_scheduler(blocks=2000, batch=200, tokens=1000, chunked=True, brief_tokens=16)
+    add(scheduler, 1, 4, 190)
+    run_step(scheduler)
+    taken = 0
+    for number in range(2, 102):
+        add(scheduler, number, 60, 1)
+        plan = run_step(scheduler)
+        taken += plan.context_tokens
+        scheduler.remove([each for each in scheduler.active if each.id > 1 and each.generated])
+    assert taken > 0.7 * 100 * 60
+
+
+def test_prompts_that_wait_are_not_forgotten() -> None:
+    scheduler = make_scheduler(blocks=2000, batch=200, tokens=1000, chunked=True, brief_tokens=16)
+    add(scheduler, 1, 4, 190)
+    run_step(scheduler)
+    for number in range(2, 150):
+        add(scheduler, number, 180, 1)
+    assert run_step(scheduler).context_tokens > 800
+
+
+def test_a_window_gets_whole_units_in_a_brief_step() -> None:
+    scheduler = make_scheduler(tokens=1000, windows=(8,), chunked=True, brief_tokens=16)
+    add(scheduler, 1, 4, 50)
+    run_step(scheduler)
+    for _ in range(300):
+        scheduler.plan_step()
+    add(scheduler, 2, 190)
+    assert shape(run_step(scheduler)) == ([(2, 190)], [1])
+
+
 @pytest.mark.parametrize("options", [{"policy": STATIC}, {"windows": (8, 100)}, {"reuse": False}])
 def test_no_waiting_where_blocks_cannot_be_shared(options: dict[str, Any]) -> None:
     scheduler = make_scheduler(**{"reuse": True, **options})

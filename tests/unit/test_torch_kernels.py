@@ -310,7 +310,7 @@ def test_adapters_of_a_step() -> None:
     x = torch.randn(len(places), 1100)
     products = [torch.ones(len(places), 320)[:, 10:310] for _ in range(3)]
     for operations, product in zip((kernels, plain_operations), products, strict=False):
-        operations.add_adapters(product, x, Adapters(store, spans), 1, 0, 2)
+        operations.begin_adapters(x, Adapters(store, spans), 1, 0, 2)(product)
     for number, adapter in enumerate(batch.stack.adapters):
         mine = torch.from_numpy(batch.owner == number)
         for (_, module), (a, b) in adapter.matrices.items():

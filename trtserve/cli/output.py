@@ -47,6 +47,7 @@ _BYTES = {
     "free_memory": "free_memory_bytes",
     "weights": "weight_bytes",
     "activations": "activation_bytes",
+    "adapter_memory": "adapter_bytes",
     "kv_per_token": "kv_bytes_per_token",
 }
 

@@ -200,6 +200,7 @@ def _gpu_lines(answer: GpuAnswer) -> list[str]:
     parts = (
         f"{format_bytes(asked.weights)} weights, {format_bytes(asked.activations)} activations and logits, "
         f"{format_bytes(RESERVE)} set aside, {format_bytes(asked.kv_per_token)} KV cache per token"
+        + (f", at most {format_bytes(asked.adapter_memory)} adapters" if asked.adapter_memory else "")
     )
     lines = [
         f"GPU         {asked.gpu.name}, {format_bytes(asked.gpu.memory)} {free} (estimated from shapes, not measured)",

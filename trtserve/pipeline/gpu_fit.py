@@ -19,6 +19,7 @@ from trtserve.checkpoint.quantized import GPTQ, HOPPER, is_excluded
 from trtserve.checkpoint.quantized_tensors import is_packed, require_divisible
 from trtserve.checkpoint.sharding import check_parallel_sizes
 from trtserve.errors import MemoryLimitError, UnsupportedModelError, UsageError, counted
+from trtserve.executor.engine.limits import DEFAULT_DEVICE_FRACTION
 from trtserve.executor.runtimes import RUNTIMES, step_flags, usual_steps
 from trtserve.host.gpus import gpus_now, list_gpus, visible_devices, visible_gpu
 from trtserve.host.machine import format_bytes
@@ -44,7 +45,8 @@ _PARALLEL_SIZES = [
 class GpuFit:
     """The largest rank: bytes of `weights` and `activations`, `kv_per_token`, and the tokens that fit.
 
-    `sequences` have `limits.max_seq_len` tokens. All ranks cache the same tokens.
+    Adapters may take `adapter_memory` bytes of what the cache leaves. `sequences` have `limits.max_seq_len` tokens. All
+    ranks cache the same tokens.
     """
 
     gpu: Gpu
@@ -55,6 +57,7 @@ class GpuFit:
     activations: int
     kv_per_token: int
     tokens: int
+    adapter_memory: int
 
     @property
     def ranks(self) -> int:
@@ -81,7 +84,7 @@ def fit_gpu(config: CheckpointConfig, spec: BuildSpec, gpu: Gpu) -> GpuFit:
     activations = gpu_step_bytes(config, limits, tp_size)
     precision = "fp8" if config.quantization.kv_cache_quant_algo else PRECISIONS[config.dtype]
     per_token = kv_bytes_per_token(config, precision, tp_size=tp_size, pp_size=pp_size, latent_once=once)
-    free = gpu.memory - RESERVE - weights - activations
+    free = max(0, gpu.memory - RESERVE - weights - activations)
     return GpuFit(
         gpu=gpu,
         tp_size=tp_size,
@@ -90,7 +93,8 @@ def fit_gpu(config: CheckpointConfig, spec: BuildSpec, gpu: Gpu) -> GpuFit:
         weights=weights,
         activations=activations,
         kv_per_token=per_token,
-        tokens=max(0, int(FREE_FRACTION * free)) // per_token // _BLOCK * _BLOCK,
+        tokens=int(FREE_FRACTION * free) // per_token // _BLOCK * _BLOCK,
+        adapter_memory=0 if spec.lora_plugin == "disable" else int(DEFAULT_DEVICE_FRACTION * free),
     )
 
 

@@ -91,6 +91,9 @@ class EngineOptions:
 DEFAULT_FREE_FRACTION = 0.3
 """Largest part of the free memory for the KV cache by default, where other programs share this memory."""
 
+DEFAULT_DEVICE_FRACTION = 0.05
+"""Largest part of the free memory for the adapters of a step by default."""
+
 MOST_FREE_FRACTION = 0.9  # largest part of the free memory for an explicit number of tokens
 
 

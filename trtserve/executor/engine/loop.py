@@ -118,6 +118,7 @@ class EngineLoop:
             max_draft_len=options.ngram_max_draft_len,
             step_costs=costs,
             plain_costs=model.plain_costs if costs and isinstance(model, ChoosingModel) else (),
+            brief_tokens=model.brief_tokens if isinstance(model, ChoosingModel) else 0,
         )
         self.recorder = Recorder(self.scheduler, options, drafts=bool(limits.max_draft_len or costs))
         self._admission = Admission(model, limits, options, adapters)

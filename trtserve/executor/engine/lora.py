@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.executor.engine.limits import AdapterOptions
+from trtserve.executor.engine.limits import DEFAULT_DEVICE_FRACTION, AdapterOptions
 from trtserve.executor.engine.requests import AdapterSource
 from trtserve.executor.engine.shapes import MODULE_IDS, LoraModule, LoraShape
 from trtserve.programs.shared.arrays import read_array
@@ -28,7 +28,6 @@ Array = npt.NDArray[Any]
 logger = logging.getLogger(__name__)
 
 DEFAULT_HOST_BYTES = 2**30
-DEFAULT_DEVICE_FRACTION = 0.05
 
 _SLACK = 4  # a stack is kept when adapters leave the batch, until it has this many times the adapters needed
 

@@ -193,6 +193,10 @@ class ChoosingModel(ModelRunner, Protocol):
     def plain_costs(self) -> SequenceOf[float]:
         """Times of steps of 1, 2, … tokens without drafts, as many as `step_costs`."""
 
+    @property
+    def brief_tokens(self) -> int:
+        """The most tokens of a step with prompts that takes little longer than one that only decodes; 0: not known."""
+
     def start(self, draws: Draws, step: StepInputs) -> PendingStep:
         """Send a step and return without waiting for it.
 

@@ -51,7 +51,8 @@ class Scheduler:
     sequence overtakes another. static_batch: new sequences start only when nothing runs. max_utilization: reserves the
     blocks of one step and pauses the sequence started last when blocks run out. `fits` tells whether a set of adapters
     can be used at the same time. Sequences with a drafter get up to `max_draft_len` draft tokens in a step, as far as
-    `step_costs` (`ModelRunner.step_costs`) promise more speed.
+    `step_costs` (`ModelRunner.step_costs`) promise more speed. Beside sequences that decode, contexts get what
+    `ContextPace` says.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Scheduler:
         max_draft_len: int = 0,
         step_costs: SequenceOf[float] = (),
         plain_costs: SequenceOf[float] = (),
+        brief_tokens: int = 0,
     ) -> None:
         self.limits = limits
         self.cache = cache
@@ -81,6 +83,7 @@ class Scheduler:
         one_window = len(set(limits.windows)) <= 1
         self._waits_for_blocks = cache.reuse and one_window and not self._static
         self._chunks = ContextChunker(limits, cache.tokens_per_block, chunking, stops=cache.keeps_states)
+        self._pace = ContextPace(brief_tokens, self._chunks.unit) if brief_tokens and limits.chunked else None
 
     def take(self, queue: deque[Sequence]) -> Sequence | None:
         """Remove and return the first sequence of `queue` (ordered by priority) that may become active.
@@ -107,6 +110,8 @@ class Scheduler:
         insert_by_priority(self.active, sequence)
         self._waiting += 1
         self._adapters += sequence.adapter is not None
+        if self._pace:
+            self._pace.arrived += sequence.context_left
 
     def remove(self, sequences: list[Sequence], *, trusted: bool = True) -> None:
         """Remove active sequences and free their blocks; the contents are kept for reuse if `trusted`."""
@@ -153,8 +158,12 @@ class Scheduler:
                 self._start_sequences()
             chosen = [sequence for sequence in self.active if sequence.slots] if self._waiting else self.active
         contexts, left = self._plan_generations(plan, chosen)
+        room = left
+        if self._pace:
+            backlog = sum(each.context_left for each in self.active if not each.generating) if contexts else 0
+            room = min(left, self._pace.room(len(plan.generations), backlog))
         if contexts:
-            plan.chunks = self._chunks.divide(contexts, left)
+            plan.chunks = self._chunks.divide(contexts, left, room)
         elif self._step_costs:
             self._plan_drafts(plan, left)
         if self._adapters:
@@ -312,6 +321,34 @@ def insert_by_priority(sequences: list[Sequence] | deque[Sequence], sequence: Se
         sequences.insert(bisect_right(sequences, -sequence.priority, key=lambda each: -each.priority), sequence)
 
 
+_PACE_STEPS = 64
+_PACE_MARGIN = 1.5
+_BACKLOG_STEPS = 32
+
+
+class ContextPace:
+    """How many context tokens a step takes beside sequences that decode, which wait for it.
+
+    As few as make the step brief. If more arrive, or many wait, as many as fit: fewer steps with contexts cost less.
+    """
+
+    def __init__(self, brief_tokens: int, unit: int) -> None:
+        """`brief_tokens`: see `ChoosingModel.brief_tokens`; a chunk has at least `unit` tokens."""
+        self.arrived = 0
+        """Context tokens that arrived since the last step."""
+        self._brief_tokens = brief_tokens
+        self._unit = unit
+        self._rate = 0.0  # tokens that arrive in a step, a mean over the last steps
+
+    def room(self, generations: int, backlog: int) -> int:
+        """Return the tokens for contexts of the next step, of all steps; `backlog` is what all contexts lack."""
+        self._rate += (self.arrived - self._rate) / _PACE_STEPS
+        self.arrived = 0
+        brief = max(self._brief_tokens - generations, self._brief_tokens // 2, self._unit)
+        crowded = brief < max(_PACE_MARGIN * self._rate, backlog / _BACKLOG_STEPS)
+        return brief if generations and not crowded else backlog
+
+
 _WINDOW_UNIT = 256  # smallest chunk unit in tokens if contexts may be longer than the attention window
 
 
@@ -331,7 +368,8 @@ class ContextChunker:
         windowed = bool(limits.windows) and min(limits.windows) < limits.max_input_len
         unit = max(tokens_per_block, _WINDOW_UNIT) if windowed and limits.chunked else tokens_per_block
         # A unit above the budget could never be scheduled.
-        self._unit = min(unit, limits.max_num_tokens)
+        self.unit = min(unit, limits.max_num_tokens)
+        """All but the last chunk of a context end at multiples of it."""
 
     def cost(self, sequence: Sequence, left: int) -> int:
         """Return the tokens that the context of `sequence` takes from the `left` ones before other sequences.
@@ -341,17 +379,20 @@ class ContextChunker:
         if self._limits.chunked:
             return 0
         wanted = sequence.context_left + len(sequence.draft)
-        return wanted if wanted <= self._limits.max_num_tokens else max(left, self._unit)
+        return wanted if wanted <= self._limits.max_num_tokens else max(left, self.unit)
 
-    def divide(self, contexts: list[Sequence], left: int) -> list[tuple[Sequence, int]]:
-        """Return the chunks of `contexts` in a step with `left` tokens for them; drafts that do not fit are cut."""
+    def divide(self, contexts: list[Sequence], left: int, room: int) -> list[tuple[Sequence, int]]:
+        """Return the chunks of `contexts` in a step with `left` tokens for them and their drafts, which are cut to fit.
+
+        The chunks take `room` of these tokens.
+        """
         wanted = [sequence.context_left for sequence in contexts]
-        if sum(wanted) <= left:
+        if sum(wanted) <= room:
             sizes = wanted
         elif self._equal_progress:
-            sizes = self._equal_sizes(contexts, left)
+            sizes = self._equal_sizes(contexts, room)
         else:
-            sizes = self._first_sizes(contexts, left)
+            sizes = self._first_sizes(contexts, room)
         if self._stops:
             sizes = [self._before_last_block(*pair) for pair in zip(contexts, sizes, strict=True)]
         left -= sum(sizes)
@@ -376,7 +417,7 @@ class ContextChunker:
         for sequence in contexts:
             size = sequence.context_left
             if size > left:
-                size = max(0, left - (sequence.computed + left) % self._unit)
+                size = max(0, left - (sequence.computed + left) % self.unit)
             sizes.append(size)
             left -= size
         return sizes
@@ -388,7 +429,7 @@ class ContextChunker:
         while growing:
             growing = False
             for index, sequence in enumerate(contexts):
-                to_boundary = self._unit - (sequence.computed + sizes[index]) % self._unit
+                to_boundary = self.unit - (sequence.computed + sizes[index]) % self.unit
                 more = min(to_boundary, sequence.context_left - sizes[index])
                 if 0 < more <= left:
                     sizes[index] += more

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -34,9 +37,11 @@ def _shrink_kernel(
 ):
     """Multiply the inputs of a span by 16 rows of in-weights, CHUNKS · CHUNK of their columns."""
     # Where the weights are does not depend on the kernels before this one.
-    at = spans + tl.program_id(0) * span_stride
+    at = spans + tl.program_id(2) * span_stride
     count, member = tl.load(at + 2), tl.arange(0, SPAN)
-    token, split = tl.load(at + 1) + member, tl.program_id(2)
+    if count == 0 and tl.program_id(2) > 0:  # the first span waits, so that this kernel ends after those before it
+        return
+    token, split = tl.load(at + 1) + member, tl.program_id(0)
     part, tile = tl.program_id(1) // (RANKS // 16), tl.program_id(1) % (RANKS // 16)
     own = table + (tl.load(at) * MATRICES + matrix + part) * 3
     weights = tl.multiple_of(tl.load(own).to(tl.pointer_type(x.dtype.element_ty)), 16)
@@ -82,21 +87,23 @@ def _expand_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """Add the product of what `_shrink_kernel` made with TILE columns of out-weights."""
-    at = spans + tl.program_id(0) * span_stride
+    at = spans + tl.program_id(2) * span_stride
     count, member = tl.load(at + 2), tl.arange(0, SPAN)
-    token, part, lane = tl.load(at + 1) + member, tl.program_id(2), tl.arange(0, 16)
+    if count == 0 and tl.program_id(2) > 0:
+        return
+    token, part, lane = tl.load(at + 1) + member, tl.program_id(1), tl.arange(0, 16)
     own = table + (tl.load(at) * MATRICES + matrix + part) * 3
     width = tl.load(own + 2).to(tl.int32)
     weights = tl.multiple_of(tl.load(own + 1).to(tl.pointer_type(product.dtype.element_ty)), 16)
     wait_for_inputs(OVERLAPS)
     if count > 0:
-        column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        column = tl.program_id(0) * TILE + tl.arange(0, TILE)
         inside, present = column < outputs, member < count
         target = product + token.to(tl.int64)[:, None] * product_stride + part * outputs + column[None, :]
         mask = present[:, None] & inside[None, :]
         total = tl.load(target, mask=mask, other=0.0).to(tl.float32)
-        row = (token * (tl.num_programs(2) * RANKS)).to(tl.int64) + part * RANKS
-        step = (tokens * (tl.num_programs(2) * RANKS)).to(tl.int64)
+        row = (token * (tl.num_programs(1) * RANKS)).to(tl.int64) + part * RANKS
+        step = (tokens * (tl.num_programs(1) * RANKS)).to(tl.int64)
         for begin in range(0, width, 16):
             rank = begin + lane
             rows = tl.load(
@@ -112,39 +119,57 @@ def _expand_kernel(
         tl.store(target, total.to(product.dtype.element_ty), mask=mask)
 
 
-def add_adapters(product: Tensor, x: Tensor, adapters: Adapters, layer: int, matrix: int, parts: int) -> None:
-    """See `Operations.add_adapters`. The inputs are divided, so that few spans keep the GPU busy too."""
+def begin_adapters(x: Tensor, adapters: Adapters, layer: int, matrix: int, parts: int) -> Callable[[Tensor], None]:
+    """See `Operations.begin_adapters`. The inputs are divided, so that few spans keep the GPU busy too."""
     store, spans, x = adapters.store, adapters.spans, x.contiguous()
     table = store.table[layer - store.layers.start]
     tokens, columns = x.shape
-    outputs = product.shape[1] // parts
     ranks = triton.cdiv(max(store.ranks[name] for name in store.matrices[matrix : matrix + parts]), 16) * 16
-    # Tuned on an H200 with the matrices of an 8 B model, 16 adapters and 64 tokens.
-    chunk, tile = (32, 128) if x.dtype == torch.float32 else (_CHUNK, _TILE if outputs < 8192 else 2 * _TILE)
+    chunk = 32 if x.dtype == torch.float32 else _CHUNK
     chunks, splits = _SHARE // chunk, triton.cdiv(columns, _SHARE)
     inner = x.new_empty((splits, tokens, parts * ranks), dtype=torch.float32)
+    apart = _stream(x.device) if adapters.beside else None
     settings = {
         "MATRICES": len(store.matrices),
         "RANKS": ranks,
         "SPAN": SPAN,
         "PRECISION": "ieee",
         "num_warps": 4,
-        **overlap(),
+        # A kernel that waits for another stream begins when that has ended.
+        **(overlap() if apart is None else {"OVERLAPS": False}),
     }
-    _shrink_kernel[(len(spans), parts * ranks // 16, splits)](
-        x, spans, table, inner, spans.stride(0), tokens, columns, matrix, CHUNK=chunk, CHUNKS=chunks, **settings
-    )
-    _expand_kernel[(len(spans), triton.cdiv(outputs, tile), parts)](
-        inner,
-        spans,
-        table,
-        product,
-        spans.stride(0),
-        product.stride(0),
-        tokens,
-        outputs,
-        matrix,
-        SPLITS=splits,
-        TILE=tile,
-        **settings,
-    )
+    if apart is not None:
+        apart.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(apart):
+        _shrink_kernel[(splits, parts * ranks // 16, len(spans))](
+            x, spans, table, inner, spans.stride(0), tokens, columns, matrix, CHUNK=chunk, CHUNKS=chunks, **settings
+        )
+
+    def add(product: Tensor) -> None:
+        if apart is not None:
+            torch.cuda.current_stream().wait_stream(apart)
+        outputs = product.shape[1] // parts
+        # Tuned on an H200 with the matrices of an 8 B model, 16 adapters and 64 tokens.
+        tile = 128 if x.dtype == torch.float32 else _TILE if outputs < 8192 else 2 * _TILE
+        _expand_kernel[(triton.cdiv(outputs, tile), parts, len(spans))](
+            inner,
+            spans,
+            table,
+            product,
+            spans.stride(0),
+            product.stride(0),
+            tokens,
+            outputs,
+            matrix,
+            SPLITS=splits,
+            TILE=tile,
+            **settings,
+        )
+
+    return add
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream for products beside those of the layers."""
+    return torch.cuda.Stream(device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -122,20 +122,24 @@ class Adapters:
     """i32[n, 3], see `Spans`; those of no tokens are padding."""
     kept: Tensor | None = None
     """The spans of the tokens whose logits are needed, as if there were no others."""
+    beside: bool = False
+    """Their first products may be computed beside those of the layer, on a stream of their own."""
 
     def of_rows(self) -> Adapters:
         """Return the adapters of the tokens whose logits are needed."""
         return self if self.kept is None else replace(self, spans=self.kept)
 
-    def add(
-        self, product: Tensor, x: Tensor, layer: int, parts: Sequence[tuple[str, slice]], operations: Operations
-    ) -> None:
-        """Add to `product` [t, outputs] of matrices and `x` [t, inputs] what the adapters make of `x`.
+    def begin(
+        self, x: Tensor, layer: int, parts: Sequence[tuple[str, slice]], operations: Operations
+    ) -> Callable[[Tensor], None] | None:
+        """Begin to compute what the adapters make of `x` [t, inputs]; the result adds it to the product [t, outputs].
 
-        `parts` are the matrices and their outputs, all with as many.
+        `parts` are the matrices of the product and their outputs, all with as many. None: no adapter knows them.
         """
         store = self.store
         known = [(store.matrices.index(name), outputs) for name, outputs in parts if name in store.matrices]
-        if known:
-            columns = product[:, known[0][1].start : known[-1][1].stop]
-            operations.add_adapters(columns, x, self, layer, known[0][0], len(known))
+        if not known:
+            return None
+        (matrix, outputs), last = known[0], known[-1][1].stop
+        add = operations.begin_adapters(x, self, layer, matrix, len(known))
+        return lambda product: add(product[:, outputs.start : last])

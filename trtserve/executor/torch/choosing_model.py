@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 # Seconds of the host between two steps when the second needs the tokens of the first.
 _BETWEEN = 5e-4
+# Times of the step that decodes one sequence, which steps of `brief_tokens` take.
+_BRIEF = 1.55
 
 
 TokenChooser: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]"
@@ -92,6 +94,7 @@ class ChoosingTorchModel(TorchModel):
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
         self.plain_costs: list[float] = []
+        self.brief_tokens = 0
         # Matrices of codes are widened for more rows, which would take that memory once more. With ranks such steps
         # were never measured.
         algorithm = config.model.quantization.algorithm
@@ -184,10 +187,11 @@ class ChoosingTorchModel(TorchModel):
             prompt_graphs.capture(recorder)  # the larger steps
             graphs.capture(recorder)
         self._graphs, self._prompt_graphs = graphs, prompt_graphs
-        if self._captured_tokens:
+        if prompt_graphs.sizes:
             tokens = min(MOST_DRAFTED, self._captured_tokens, self.max_rows)
             self.plain_costs = graphs.seconds(tokens)
             self.step_costs = [each + _BETWEEN for each in prompt_graphs.seconds(tokens)]
+            self.brief_tokens = prompt_graphs.tokens_within(_BRIEF * self.plain_costs[0])
 
     def _choose(self, logits: Tensor, words: Tensor) -> None:
         rows = len(logits)

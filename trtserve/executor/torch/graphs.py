@@ -174,7 +174,9 @@ class DecodeGraphs:
             lengths=lengths,
             begins=lengths,
             most_new=1,
-            adapters=Adapters(self._adapters, words[:, FIRST_SPAN:]) if adapted and self._adapters else None,
+            adapters=Adapters(self._adapters, words[:, FIRST_SPAN:], beside=True)
+            if adapted and self._adapters
+            else None,
             # Rows of padding have no tokens, others always their own.
             states=None if self._spare_state is None else StepStates(words[:, STATE].long(), lengths <= 1, []),
         )
@@ -315,6 +317,12 @@ class PromptGraphs:
         """Return the times of steps of 1 … `most` tokens of as many rows."""
         fewest = self._sequences[0]
         return _seconds({size: self._captured[size, fewest] for size in self.sizes}, most)
+
+    def tokens_within(self, seconds: float) -> int:
+        """Return the tokens of the largest captured step that takes no longer, or else of the smallest."""
+        fewest = self._sequences[0]
+        brief = [size for size in self.sizes if _replayed(self._captured[size, fewest]) <= seconds]
+        return max(brief, default=self.sizes[0])
 
     def fits(self, step: StepInputs, *, apart: bool) -> bool:
         """Return whether there is a graph for a step; not if some of its sequences decode `apart` from its prompts."""

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trtserve.checkpoint.architectures.base import Activation
-from trtserve.executor.torch.adapter_kernels import add_adapters
+from trtserve.executor.torch.adapter_kernels import begin_adapters
 from trtserve.executor.torch.attention_kernels import decode_attention, prompt_attention, share_keys
 from trtserve.executor.torch.expert_kernels import expert_mlp, route
 from trtserve.executor.torch.fp8_kernels import multiply_fp8
@@ -26,8 +26,8 @@ from trtserve.executor.torch.packed_kernels import multiply_packed, multiply_pac
 from trtserve.executor.torch.row_kernels import is_few, multiply_few
 
 __all__ = [
-    "add_adapters",
     "add_rms_norm",
+    "begin_adapters",
     "decode_attention",
     "expert_mlp",
     "gated",

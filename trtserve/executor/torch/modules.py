@@ -197,9 +197,12 @@ class Linear:
             first = outputs.stop
 
     def __call__(self, x: Rows, adapters: Adapters | None = None) -> Tensor:
-        product = self.matrix(x, None if self._bias_last else self.bias)
+        add = None
         if adapters is not None and self._layer is not None and isinstance(x, Tensor):
-            adapters.add(product, x, self._layer, self._parts, self._operations)
+            add = adapters.begin(x, self._layer, self._parts, self._operations)
+        product = self.matrix(x, None if self._bias_last else self.bias)
+        if add is not None:
+            add(product)
         if self._group is not None:
             product = self._group.all_reduce(product)
         return product if self.bias is None or not self._bias_last else product + self.bias

@@ -11,6 +11,7 @@ read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -194,10 +195,13 @@ class Operations(Protocol):
         """
         ...
 
-    def add_adapters(self, product: Tensor, x: Tensor, adapters: Adapters, layer: int, matrix: int, parts: int) -> None:
-        """Add to `product` [t, outputs] of `parts` matrices from number `matrix` on, side by side, what adapters make.
+    def begin_adapters(
+        self, x: Tensor, adapters: Adapters, layer: int, matrix: int, parts: int
+    ) -> Callable[[Tensor], None]:
+        """Begin to compute what adapters make of `x` [t, inputs]; call the result to add it to a product [t, outputs].
 
-        `x` [t, inputs] are the inputs of all of them, `layer` is the number in the whole model.
+        The product is that of `parts` matrices from number `matrix` on, side by side. `layer` is the number in the
+        whole model.
         """
         ...
 

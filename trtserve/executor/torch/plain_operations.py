@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -211,12 +213,15 @@ def clamped(joined: Tensor, clamp: ClampedGate) -> Tensor:
     return (factor.clamp(-clamp.limit, clamp.limit) + 1) * (gate * torch.sigmoid(clamp.alpha * gate))
 
 
-def add_adapters(product: Tensor, x: Tensor, adapters: Adapters, layer: int, matrix: int, parts: int) -> None:
-    for place, first, count in adapters.spans[adapters.spans[:, 2] > 0].tolist():
-        for part, columns in enumerate(product.chunk(parts, 1)):
-            a, b = adapters.store.held[place][layer, matrix + part]
-            tokens = slice(first, first + count)
-            columns[tokens] += x[tokens] @ a.T @ b
+def begin_adapters(x: Tensor, adapters: Adapters, layer: int, matrix: int, parts: int) -> Callable[[Tensor], None]:
+    def add(product: Tensor) -> None:
+        for place, first, count in adapters.spans[adapters.spans[:, 2] > 0].tolist():
+            for part, columns in enumerate(product.chunk(parts, 1)):
+                a, b = adapters.store.held[place][layer, matrix + part]
+                tokens = slice(first, first + count)
+                columns[tokens] += x[tokens] @ a.T @ b
+
+    return add
 
 
 def route(logits: Tensor, correction: Tensor | None, experts: Experts) -> tuple[Tensor, Tensor]:

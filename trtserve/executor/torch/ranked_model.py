@@ -49,6 +49,7 @@ class RankedModel:
 
     step_costs: Sequence[float] = ()
     plain_costs: Sequence[float] = ()
+    brief_tokens = 0
 
     def __init__(self, model: TorchModel, ranks: Ranks) -> None:
         self._model = model
