@@ -33,7 +33,8 @@ from trtserve.gateway.openai.router import openai_router
 from trtserve.gateway.openai.served import Backend
 from trtserve.gateway.request_log import RequestLog
 from trtserve.gateway.settings import RequestLimits, write_private
-from trtserve.gateway.triton import TritonHealth, TritonHttp, _model
+from trtserve.gateway.triton import TritonHealth, TritonHttp, _model, find_target
+from trtserve.process import ProcessId
 from trtserve.specs import ServerSpec
 
 _NOBODY = Backend(Endpoint())
@@ -367,6 +368,25 @@ def test_a_gateway_shows_life_after_a_moment_without_file_descriptors(
         living = asyncio.create_task(health.show_life())
         await shown.wait()
         living.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), timeout=60))
+
+
+def test_a_stub_that_died_before_the_first_look_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def is_ready(_: TritonHttp, path: str = "") -> bool:
+        return True
+
+    monkeypatch.setattr("trtserve.gateway.triton._INTERVAL", 0.001)
+    monkeypatch.setattr(TritonHttp, "is_ready", is_ready)
+
+    async def run() -> None:
+        triton, gate = TritonHttp(f"{HOST}:1", f"{HOST}:1"), Gate(RequestLimits())
+        health = TritonHealth(triton, gate, ProcessId.of(os.getpid()), python_models=["core"])
+        watching = asyncio.create_task(health.watch())
+        while (problem := await health.problem(find_target("GET", "/v2/health/ready"))) is None:
+            await asyncio.sleep(0.001)
+        watching.cancel()
+        assert "a process of the model core has ended" in problem
 
     asyncio.run(asyncio.wait_for(run(), timeout=60))
 

@@ -199,7 +199,14 @@ class Gateway(Entrance):
         """Keep the connections to Triton, and the watch over it, while the server runs."""
         settings = self.settings
         triton = self._triton
-        health = TritonHealth(triton, self.gate, settings.triton, settings.run_folder, replicas=self._replicas)
+        health = TritonHealth(
+            triton,
+            self.gate,
+            settings.triton,
+            settings.run_folder,
+            python_models=settings.python_models,
+            replicas=self._replicas,
+        )
         self._health = health
         self._relay = Relay(settings, self._replicas, self.gate, health, self._measures)
         app.state.parts = GatewayParts(settings=settings, triton=triton, gate=self.gate, health=health)

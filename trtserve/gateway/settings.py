@@ -95,6 +95,8 @@ class GatewaySettings:
     """The command that starts the server again, for people who see the page: without secrets and paths."""
     triton: ProcessId | None = None
     """The process that tritonserver descends from, if it is one of this machine."""
+    python_models: tuple[str, ...] = ()
+    """Models that run in Python stubs below that process, at least one each."""
     run_folder: Path | None = None
     """Where the executors show that they work, or None when nothing watches them."""
     key_file: Path | None = None

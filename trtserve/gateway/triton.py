@@ -357,9 +357,11 @@ class TritonHealth:
         process: ProcessId | None,
         run_folder: Path | None = None,
         *,
+        python_models: Iterable[str] = (),
         replicas: Replicas | None = None,
     ) -> None:
         self._triton = triton
+        self._python_models = Counter(python_models)
         self._replicas = replicas
         self._gate = gate
         self._process = process
@@ -425,16 +427,17 @@ class TritonHealth:
         while True:
             await asyncio.sleep(_INTERVAL)
             with looking_again():
-                if not self._servers:
+                first = not self._servers
+                if first:
                     if not await self._triton.is_ready():
                         continue
-                    self._stubs = await asyncio.to_thread(python_stubs, self._process)
-                    expected = Counter(self._stubs.values())
                     self._servers = {self._process, *await asyncio.to_thread(tritonservers, self._process)}
                 await self._listen(self._process)
-                if self._lost or not all(stub.alive() for stub in self._stubs):
+                if first or self._lost or not all(stub.alive() for stub in self._stubs):
                     self._stubs = await asyncio.to_thread(python_stubs, self._process)
                     present = Counter(self._stubs.values())
+                    if first:
+                        expected = self._python_models | present
                     await self._note([model for model, count in expected.items() if present[model] < count])
 
     async def show_life(self) -> None:

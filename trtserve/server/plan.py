@@ -77,6 +77,12 @@ class ServerPlan:
         return self.instances[0].launch.mode
 
     @property
+    def watched_models(self) -> frozenset[str]:
+        """Models whose Python stubs are processes of this machine: those in a container are not."""
+        watched = self.mode == Single.name and not any(instance.container for instance in self.instances)
+        return self.served.python_models if watched else frozenset()
+
+    @property
     def runs_ranks(self) -> bool:
         """Whether each rank of the engine is a process of its own, with or without a GPU."""
         return self.served.runtime is not None and not self.served.merges_ranks

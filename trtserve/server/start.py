@@ -29,7 +29,7 @@ from trtserve.server.checks import (
     require_ports,
 )
 from trtserve.server.front import await_gateway, gateway_ended, spawn_gateway
-from trtserve.server.launch.modes import LlmApi, Single
+from trtserve.server.launch.modes import LlmApi
 from trtserve.server.plan import InstancePlan, ServerPlan, on_free_ports
 from trtserve.server.rank_processes import (
     describe_ranks,
@@ -127,12 +127,9 @@ def require_front(server: Server) -> None:
 
 def require_members(server: Server, plan: ServerPlan) -> None:
     """Raise ServerStartError when a stub or a rank ended while the server became ready."""
-    # The stubs in a container are not this machine's processes: docker's own client is all that can be watched.
-    watched = plan.mode == Single.name and not any(instance.container for instance in server.instances)
-    expected = plan.served.python_models if watched else frozenset()
     for instance in server.instances:
         running = {stub.model for stub in instance.stubs if stub.alive()}
-        if lost := sorted(expected - running):
+        if lost := sorted(plan.watched_models - running):
             raise ServerStartError(
                 f"The Python stub of {', '.join(lost)} ended while the server became ready. Last lines:\n"
                 f"{last_lines(instance.log)}",
@@ -418,7 +415,7 @@ def _spawn_all(plan: ServerPlan, progress: Progress, supervisor: ProcessId | Non
             server = replace(server, instances=(*server.instances, instance))
             write_state(server, plan.store)
             if planned.gateway is not None:
-                gateway = spawn_gateway(planned.gateway, instance.process, bound=bound)
+                gateway = spawn_gateway(planned.gateway, instance.process, sorted(plan.watched_models), bound=bound)
                 server = replace(server, instances=(*server.instances[:-1], replace(instance, gateway=gateway)))
                 write_state(server, plan.store)
         if plan.proxy is not None:
