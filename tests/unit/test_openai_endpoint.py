@@ -394,8 +394,18 @@ def test_a_model_without_a_template_gets_schemas_that_end(tmp_path: Path) -> Non
             "counts": {"type": "object", "additionalProperties": {"type": "integer"}},
             "pair": {"type": "object", "properties": {"a": {}}, "required": ["a"], "additionalProperties": True},
             "open": {"type": "object", "properties": {"a": {}}, "required": ["b"]},
+            "named": {"type": "object", "$ref": "#/$defs/o"},
+            "either": {
+                "type": "object",
+                "anyOf": [{"$ref": "#/$defs/o"}, {"properties": {"y": {}}, "required": ["y"]}],
+            },
         },
-        "$defs": {"n": {"type": "integer"}, "small": {"type": "integer", "maximum": 3}},
+        "required": ["named", "either"],
+        "$defs": {
+            "n": {"type": "integer"},
+            "small": {"type": "integer", "maximum": 3},
+            "o": {"type": "object", "properties": {"x": {"const": 1}}, "required": ["x"]},
+        },
     }
     triton = ScriptedTriton(tmp_path)
     with endpoint_of(triton) as client:

@@ -15,6 +15,8 @@ MOST_NUMBER = 999_999
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("const", "enum", "default", "examples", "required")
 _RANGE = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "enum", "const")
+_NAMING_MORE = ("$ref", "anyOf", "oneOf", "allOf")
+"""What may name properties of an object beside its own."""
 _ANY_NAME = "^[a-z_]{1,16}$"
 _LIMITED_BY = ("maxLength", "pattern", "enum", "const")
 
@@ -66,6 +68,8 @@ def _bounded(schema: Any) -> Any:
 
 def _names(schema: dict[str, Any], value: Any) -> dict[str, Any]:
     """Return what bounds the names of an object, whose other properties are `value`: without it an object has any."""
+    if any(name in schema for name in _NAMING_MORE):
+        return {}
     named, required = schema.get("properties") or {}, schema.get("required") or []
     if not (isinstance(named, dict) and isinstance(required, list) and named.keys() >= set(map(str, required))):
         return {}  # the engine says what is wrong
