@@ -19,6 +19,16 @@ SIZES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
     },
+    # The vocabulary of its tokenizer, so that each token is a text.
+    "llama-bytes": {
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "vocab_size": 259,
+        "max_position_embeddings": 2048,
+    },
     "llama-1b": {
         "hidden_size": 2048,
         "num_hidden_layers": 22,
@@ -31,7 +41,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 MAX_NUM_TOKENS = 2048
 # How strong the layers are: drafts are verified with the larger model, so its best token must be clearly the best.
-_GAINS = {"llama-135m": 2.0, "llama-1b": 0.05}
+_GAINS = {"llama-135m": 2.0, "llama-bytes": 2.0, "llama-1b": 0.05}
 
 
 def make_engine(
