@@ -7,6 +7,7 @@ import os
 import re
 import socket
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from trtserve.errors import (
 from trtserve.gateway.settings import read_key
 from trtserve.host.machine import describe, differences
 from trtserve.host.ports import free_ports, is_free, next_free
+from trtserve.nvidia.containers import ContainerRun
 from trtserve.process import ProcessId
 from trtserve.repository.served import inspect_repository
 from trtserve.server.doctor.stub import write_probe_repository
@@ -285,7 +287,8 @@ def test_stubs_in_a_container_are_not_missed(repository: ModelRepository, tmp_pa
     assert plan.served.python_models
     with pytest.raises(ServerStartError, match="ended while the server became ready"):
         require_members(server_record(store=plan.store), plan)
-    require_members(server_record(store=plan.store, container="boxed"), plan)
+    boxed = replace(plan.instances[0], container=ContainerRun(image="image", name="boxed"))
+    require_members(server_record(store=plan.store, container="boxed"), replace(plan, instances=(boxed,)))
 
 
 def test_running_already_names_the_model(repository: ModelRepository, tmp_path: Path) -> None:
