@@ -221,8 +221,8 @@ def _gpu_lines(answer: GpuAnswer) -> list[str]:
 
 
 def _fit_words(fit: GpuFit) -> str:
-    what = f"{fit.tokens} tokens, {fit.sequences} sequences of {fit.limits.max_seq_len}"
-    return f"{fit.tp_size} × {fit.pp_size}: {what}" + ("" if fit.fits else ": does not fit")
+    what = f"{fit.tokens:,} tokens, {fit.sequences:,} sequences of {fit.limits.max_seq_len:,}"
+    return f"{fit.tp_size} × {fit.pp_size} {'fits' if fit.fits else 'does not fit'}: {what}"
 
 
 def _duration(seconds: float) -> str:

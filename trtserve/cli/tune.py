@@ -155,13 +155,23 @@ def _can_draw(progress: TerminalProgress) -> bool:
 
 
 def _print_space(space: Space, search: Search, *, json: bool) -> None:
+    from trtserve.pipeline.tuning.search import UNITS
+
     rows = search.forecast()
     if json:
         print_json("tune", {"lanes": rows, "refused": space.refused})
         return
     print_table(
-        ("configuration", "load", "expected rate", "misses the goal by"),
-        [(row["configuration"], row["load"], f"{row['rate']:.4g}", f"{row['missed']:.0%}") for row in rows[:_LISTED]],
+        ("configuration", "load", f"expected {UNITS[search.goal.aim]}", "meets the goal"),
+        [
+            (
+                row["configuration"],
+                row["load"],
+                f"{row['rate']:.4g}",
+                f"no, by {row['missed']:.0%}" if row["missed"] else "yes",
+            )
+            for row in rows[:_LISTED]
+        ],
     )
     if len(rows) > _LISTED:
         say(f"… and {len(rows) - _LISTED} more; --json has all.")

@@ -96,7 +96,7 @@ class GatewaySettings:
     triton: ProcessId | None = None
     """The process that tritonserver descends from, if it is one of this machine."""
     python_models: tuple[str, ...] = ()
-    """Models that run in Python stubs below that process, at least one each."""
+    """Models that run in Python stubs below that process, each as often as it has stubs; empty when nobody knows."""
     run_folder: Path | None = None
     """Where the executors show that they work, or None when nothing watches them."""
     key_file: Path | None = None

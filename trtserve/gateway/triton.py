@@ -437,7 +437,7 @@ class TritonHealth:
                     self._stubs = await asyncio.to_thread(python_stubs, self._process)
                     present = Counter(self._stubs.values())
                     if first:
-                        expected = self._python_models | present
+                        expected = self._python_models or present
                     await self._note([model for model, count in expected.items() if present[model] < count])
 
     async def show_life(self) -> None:

@@ -7,7 +7,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -180,7 +180,7 @@ def plan_front(
     return replace(plan, settings=settings, log=log_file(f"{name}@proxy", store))
 
 
-def write_settings(plan: GatewayPlan, triton: ProcessId | None, python_models: Iterable[str] = ()) -> None:
+def write_settings(plan: GatewayPlan, triton: ProcessId | None, python_models: tuple[str, ...] = ()) -> None:
     """Write what a gateway reads, in front of the Triton that descends from `triton`, or of several."""
     folder = plan.file.parent
     with writing(folder):
@@ -189,15 +189,15 @@ def write_settings(plan: GatewayPlan, triton: ProcessId | None, python_models: I
             write_private(folder / "key", plan.key + "\n")
         if plan.settings.admin_key_file is not None:
             write_private(plan.settings.admin_key_file, secrets.token_urlsafe(32) + "\n")
-    replace(plan.settings, triton=triton, python_models=tuple(python_models)).write(plan.file)
+    replace(plan.settings, triton=triton, python_models=python_models).write(plan.file)
 
 
 def spawn_gateway(
-    plan: GatewayPlan, triton: ProcessId | None, python_models: Iterable[str] = (), *, bound: bool
+    plan: GatewayPlan, triton: ProcessId | None, python_models: tuple[str, ...] = (), *, bound: bool
 ) -> GatewayState:
     """Start the process of a gateway, in front of the Triton that descends from `triton`, or of several.
 
-    `python_models` are the models whose stubs must be below `triton`.
+    `python_models` are the models whose stubs must be below `triton`, each as often as it has stubs.
     """
     write_settings(plan, triton, python_models)
     process = spawn(plan.command, log=plan.log, bound=bound, private=True)

@@ -77,10 +77,14 @@ class ServerPlan:
         return self.instances[0].launch.mode
 
     @property
-    def watched_models(self) -> frozenset[str]:
-        """Models whose Python stubs are processes of this machine: those in a container are not."""
+    def watched_models(self) -> tuple[str, ...]:
+        """Models whose Python stubs are processes of this machine, each as often as it has stubs.
+
+        What runs in a container, or on other ranks, is not looked at from here.
+        """
         watched = self.mode == Single.name and not any(instance.container for instance in self.instances)
-        return self.served.python_models if watched else frozenset()
+        models = sorted(self.served.python_models) if watched else ()
+        return tuple(name for name in models for _ in range(self.served.instances.get(name, 1)))
 
     @property
     def runs_ranks(self) -> bool:

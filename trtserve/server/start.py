@@ -129,7 +129,7 @@ def require_members(server: Server, plan: ServerPlan) -> None:
     """Raise ServerStartError when a stub or a rank ended while the server became ready."""
     for instance in server.instances:
         running = {stub.model for stub in instance.stubs if stub.alive()}
-        if lost := sorted(plan.watched_models - running):
+        if lost := sorted(set(plan.watched_models) - running):
             raise ServerStartError(
                 f"The Python stub of {', '.join(lost)} ended while the server became ready. Last lines:\n"
                 f"{last_lines(instance.log)}",
@@ -415,7 +415,7 @@ def _spawn_all(plan: ServerPlan, progress: Progress, supervisor: ProcessId | Non
             server = replace(server, instances=(*server.instances, instance))
             write_state(server, plan.store)
             if planned.gateway is not None:
-                gateway = spawn_gateway(planned.gateway, instance.process, sorted(plan.watched_models), bound=bound)
+                gateway = spawn_gateway(planned.gateway, instance.process, plan.watched_models, bound=bound)
                 server = replace(server, instances=(*server.instances[:-1], replace(instance, gateway=gateway)))
                 write_state(server, plan.store)
         if plan.proxy is not None:

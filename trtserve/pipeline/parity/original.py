@@ -146,7 +146,8 @@ def require_oracle() -> None:
     """Raise MissingDependencyError when PyTorch is not installed."""
     if find_spec("torch") is None:
         raise MissingDependencyError(
-            "The check runs the original model on PyTorch, which is not installed.", hint=install_command("oracle")
+            "The check runs the original model on PyTorch, which is not installed.",
+            hint=f"{install_command('oracle')} brings PyTorch and transformers.",
         )
 
 
