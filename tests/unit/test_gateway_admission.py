@@ -372,10 +372,19 @@ def test_a_gateway_shows_life_after_a_moment_without_file_descriptors(
     asyncio.run(asyncio.wait_for(run(), timeout=60))
 
 
-def test_a_stub_that_died_before_the_first_look_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failures", [0, 1])
+def test_a_stub_that_died_before_the_first_look_is_missed(failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [OSError(24, "Too many open files")] * failures
+
     async def is_ready(_: TritonHttp, path: str = "") -> bool:
         return True
 
+    def python_stubs(_: ProcessId) -> dict[ProcessId, str]:
+        if left:
+            raise left.pop()
+        return {}
+
+    monkeypatch.setattr("trtserve.gateway.triton.python_stubs", python_stubs)
     monkeypatch.setattr("trtserve.gateway.triton._INTERVAL", 0.001)
     monkeypatch.setattr(TritonHttp, "is_ready", is_ready)
 

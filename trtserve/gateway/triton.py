@@ -423,20 +423,19 @@ class TritonHealth:
         """
         if self._process is None:
             return
-        expected = Counter[str]()
+        expected: Counter[str] | None = None
         while True:
             await asyncio.sleep(_INTERVAL)
             with looking_again():
-                first = not self._servers
-                if first:
+                if not self._servers:
                     if not await self._triton.is_ready():
                         continue
                     self._servers = {self._process, *await asyncio.to_thread(tritonservers, self._process)}
                 await self._listen(self._process)
-                if first or self._lost or not all(stub.alive() for stub in self._stubs):
+                if expected is None or self._lost or not all(stub.alive() for stub in self._stubs):
                     self._stubs = await asyncio.to_thread(python_stubs, self._process)
                     present = Counter(self._stubs.values())
-                    if first:
+                    if expected is None:
                         expected = self._python_models or present
                     await self._note([model for model, count in expected.items() if present[model] < count])
 
