@@ -7,7 +7,9 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -291,8 +293,31 @@ def test_an_answer_of_a_hub_that_never_ends_is_left(what: str, monkeypatch: pyte
 def test_a_file_of_which_only_headers_come_is_left(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add(ID, tiny, trickling={"model.safetensors"})
     monkeypatch.setattr(calls, "_LONGEST_HEADERS", 0.5)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.25)
     with pytest.raises(NetworkError, match=r"began to send no file of acme/tiny within 0\.5 s"):
         pull_model(ID)
+
+
+@pytest.mark.parametrize(
+    ("status", "timeout", "expected"),
+    [(200, 10, (60, True)), (302, 10, (60, False)), (429, 10, (60, True)), (302, 600, (1200, False))],
+)
+def test_a_download_may_begin_late_after_a_busy_hub_or_with_a_long_timeout(
+    status: int, timeout: int, expected: tuple[float, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    def within(seconds: float, call: Callable[[], None], *, begun: Callable[[], bool]) -> None:
+        copy_context().run(call)
+        found.append((seconds, begun()))
+
+    monkeypatch.setattr(calls, "within", within)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", timeout)
+    answer = SimpleNamespace(
+        status_code=status, url=f"{calls.endpoint()}/acme/tiny", headers={}, iter_bytes=lambda _: ()
+    )
+    calls.downloaded(ID, lambda: calls._read_bounded(answer))
+    assert found == [expected]
 
 
 def test_the_api_leads_to_no_place_outside_of_it(hub: Hub, tiny: Path) -> None:

@@ -106,7 +106,8 @@ def _read_bounded(response: Any, **_: object) -> None:
     """Read an answer of the API, or an error, whole, as the client would. Raises NetworkError at the limit."""
     if not _BOUNDED.get():
         return
-    if response.status_code < 300 and (begun := _BEGUN.get()) is not None:
+    # After 429 the client waits as long as the hub asks for.
+    if (response.status_code < 300 or response.status_code == 429) and (begun := _BEGUN.get()) is not None:
         begun.set()
     api = (urlsplit(endpoint()).path + "/api/", "/api/")
     if response.status_code < 400 and not urlsplit(str(response.url)).path.startswith(api):
@@ -349,9 +350,12 @@ def asked(repository: str, call: Callable[[], R]) -> R:
 def downloaded(repository: str, call: Callable[[], None]) -> None:
     """Download a file of the hub. Raises NetworkError if it does not begin in time; then it may take any time.
 
-    The client waits for as long as single bytes of headers come.
+    The client waits for as long as single bytes of headers come. Twice HF_HUB_DOWNLOAD_TIMEOUT is in time too, once for
+    a redirect.
     """
-    begun = Event()
+    from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
+
+    begun, longest = Event(), max(_LONGEST_HEADERS, 2.0 * HF_HUB_DOWNLOAD_TIMEOUT)
 
     def bounded() -> None:
         _BEGUN.set(begun)  # in a thread of its own, like the session of older clients
@@ -360,10 +364,11 @@ def downloaded(repository: str, call: Callable[[], None]) -> None:
 
     with understood(repository):
         try:
-            within(_LONGEST_HEADERS, bounded, begun=begun.is_set)
+            within(longest, bounded, begun=begun.is_set)
         except TimeoutError:
             raise NetworkError(
-                f"{endpoint()} began to send no file of {repository} within {_LONGEST_HEADERS:g} s.", hint="Try again."
+                f"{endpoint()} began to send no file of {repository} within {longest:g} s.",
+                hint="Try again; for a slow mirror set HF_HUB_DOWNLOAD_TIMEOUT to more seconds.",
             ) from None
 
 
