@@ -214,13 +214,18 @@ def test_arrays(storage: StorageType, kind: str) -> None:
         {"target_modules": ["q_proj"] * 100_000},
         {"target_modules": ["q_proj", 5]},
         {"target_modules": {"q_proj": 1}},
-        {"target_modules": "a" * 1001},
+        {"target_modules": ["a" * 1001]},
+        {"target_modules": "a" * 70_000},
         {"exclude_modules": [None]},
     ],
 )
 def test_numbers_and_patterns_of_other_types_are_refused(content: dict[str, Any]) -> None:
     with pytest.raises(CorruptFileError, match=r"adapter_config\.json has "):
         config(**content)
+
+
+def test_modules_may_be_chosen_by_a_long_expression() -> None:
+    config(target_modules="|".join(f"model.layers.{layer}.self_attn.q_proj" for layer in range(200)))
 
 
 @pytest.mark.parametrize("pattern", ["[", "a\\"])

@@ -59,6 +59,7 @@ _PLAIN_PATTERN = re.compile(r"[^*+?{}()]*")
 PATTERN_SECONDS = 5  # seconds in which the patterns of an adapter must be matched with the names of its modules
 _MOST_PATTERNS = 10_000
 _LONGEST_PATTERN = 1000
+_LONGEST_EXPRESSION = 1 << 16  # that chooses modules; trainers write one with the names of all layers
 _LARGEST_ALPHA = 1e9
 _LARGEST_RANK = 1 << 16
 _EXPERT = re.compile(r".*\.experts\.\d+\..*")
@@ -173,10 +174,13 @@ def require_plain(content: Mapping[str, Any]) -> None:
         names = content.get(key) or ()
         if not isinstance(names, str | list | tuple):
             raise _wrong(key, names, "names of modules")
-        _require_names(key, [names] if isinstance(names, str) else names)
+        if isinstance(names, str):
+            _require_names(key, [names], longest=_LONGEST_EXPRESSION)
+        else:
+            _require_names(key, names)
 
 
-def _require_names(key: str, names: Collection[object]) -> None:
+def _require_names(key: str, names: Collection[object], *, longest: int = _LONGEST_PATTERN) -> None:
     if len(names) > _MOST_PATTERNS:
         raise CorruptFileError(
             f"adapter_config.json has {len(names)} names in {key}; at most {_MOST_PATTERNS} are read."
@@ -184,10 +188,9 @@ def _require_names(key: str, names: Collection[object]) -> None:
     for name in names:
         if not isinstance(name, str):
             raise _wrong(f"a name in {key}", name, "a text")
-        if len(name) > _LONGEST_PATTERN:
+        if len(name) > longest:
             raise CorruptFileError(
-                f"adapter_config.json has a pattern of {len(name)} characters in {key}; at most {_LONGEST_PATTERN} "
-                "are tried."
+                f"adapter_config.json has a pattern of {len(name)} characters in {key}; at most {longest} are read."
             )
 
 
