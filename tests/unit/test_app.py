@@ -90,6 +90,15 @@ def test_variables_at_which_the_client_of_the_hub_fails_are_named(
     assert f"{name} is {value!r}; expected {expected}." in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["--version", "help stop", "status", "list"])
+def test_what_needs_no_hub_takes_any_variable_of_its_client(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "soon")
+    run(command.split())
+    assert "soon" not in capsys.readouterr().err
+
+
 class _Full(io.StringIO):
     def __init__(self, number: int) -> None:
         super().__init__()

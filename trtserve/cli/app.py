@@ -140,6 +140,8 @@ COMMANDS: dict[str, CommandEntry | GroupEntry] = {
     "bindings": _command(UPKEEP, "how-to/nvidia-guides", "doctor", "bindings"),
 }
 SHOWN = tuple(name for name, entry in COMMANDS.items() if entry.panel is not None)
+_HELP = frozenset(("-h", "--help", "--help-all", "--version"))
+_WITHOUT_HUB = ("status", "logs", "stop", "list", "remove", "prune", "down", "metrics", "replicas")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -149,7 +151,7 @@ def run(arguments: Sequence[str]) -> int:
     arguments = with_default(_asked_help(arguments))
     try:
         _warn_of_variables()
-        _require_hub_variables()
+        _require_hub_variables(arguments)
         code = command_tree(_named(arguments))(args=list(arguments), prog_name="trtserve", standalone_mode=False)
     except SystemExit as ending:  # raised by a library
         if ending.code is None or isinstance(ending.code, int):
@@ -177,7 +179,7 @@ def _asked_help(arguments: Sequence[str]) -> Sequence[str]:
 def with_default(arguments: Sequence[str]) -> Sequence[str]:
     """Return `GROUP COMMAND` for a group without a command: `bench`, `bench --concurrency 4`."""
     entry, rest = COMMANDS.get(arguments[0]) if arguments else None, arguments[1:]
-    if not isinstance(entry, GroupEntry) or {"-h", "--help", "--help-all"} & {*rest}:
+    if not isinstance(entry, GroupEntry) or not _HELP.isdisjoint(rest):
         return arguments
     named = bool(rest) and (
         not rest[0].startswith("-") or any(word.replace("_", "-") in entry.commands for word in rest)
@@ -211,8 +213,13 @@ def _warn_of_variables() -> None:
         TerminalProgress().warn(sentence)
 
 
-def _require_hub_variables() -> None:
-    """Raise UsageError for variables at which huggingface_hub, which every tokenizer needs, cannot be imported."""
+def _require_hub_variables(arguments: Sequence[str]) -> None:
+    """Raise UsageError for variables at which huggingface_hub, which every tokenizer needs, cannot be imported.
+
+    What never imports it goes on, such as `stop`.
+    """
+    if not arguments or arguments[0] in _WITHOUT_HUB or not _HELP.isdisjoint(arguments):
+        return
     for name, (read, expected) in _HUB_VARIABLES.items():
         value = os.environ.get(name, "0")
         try:
