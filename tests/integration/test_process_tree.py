@@ -240,6 +240,7 @@ def test_a_helper_that_a_signal_stops_is_killed_before_health_would_fail(
             helper = ProcessId.of(int(part.stdout.readline()))
             assert helper is not None
             os.kill(helper.pid, signal.SIGSTOP)
+            wait_until(helper.halted)
             while helper.alive():
                 assert seconds[0] < 105
                 seconds[0] += supervision._INTERVAL

@@ -372,8 +372,12 @@ def test_a_gateway_shows_life_after_a_moment_without_file_descriptors(
     asyncio.run(asyncio.wait_for(run(), timeout=60))
 
 
-@pytest.mark.parametrize("failures", [0, 1])
-def test_a_stub_that_died_before_the_first_look_is_missed(failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("present", "failures"), [(0, 0), (0, 1), (1, 0)])
+def test_a_stub_that_died_before_the_first_look_is_missed(
+    present: int, failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = ProcessId.of(os.getpid())
+    assert own is not None
     left = [OSError(24, "Too many open files")] * failures
 
     async def is_ready(_: TritonHttp, path: str = "") -> bool:
@@ -382,7 +386,7 @@ def test_a_stub_that_died_before_the_first_look_is_missed(failures: int, monkeyp
     def python_stubs(_: ProcessId) -> dict[ProcessId, str]:
         if left:
             raise left.pop()
-        return {}
+        return {own: "core"} if present else {}
 
     monkeypatch.setattr("trtserve.gateway.triton.python_stubs", python_stubs)
     monkeypatch.setattr("trtserve.gateway.triton._INTERVAL", 0.001)
@@ -390,7 +394,7 @@ def test_a_stub_that_died_before_the_first_look_is_missed(failures: int, monkeyp
 
     async def run() -> None:
         triton, gate = TritonHttp(f"{HOST}:1", f"{HOST}:1"), Gate(RequestLimits())
-        health = TritonHealth(triton, gate, ProcessId.of(os.getpid()), python_models=["core"])
+        health = TritonHealth(triton, gate, own, python_models=["core"] * (present + 1))
         watching = asyncio.create_task(health.watch())
         while (problem := await health.problem(find_target("GET", "/v2/health/ready"))) is None:
             await asyncio.sleep(0.001)
