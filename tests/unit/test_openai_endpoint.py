@@ -27,9 +27,18 @@ from trtserve.errors import RequestError
 from trtserve.executor.engine.guide_trial import grammar_of
 from trtserve.executor.engine.requests import GuideType
 from trtserve.gateway.openai.answering import Measures, engine_page
-from trtserve.gateway.openai.answers import Token, TokenLogProb, completion_log_probs, token_log_probs
+from trtserve.gateway.openai.answers import (
+    Message,
+    TextPiece,
+    Token,
+    TokenLogProb,
+    completion_log_probs,
+    token_log_probs,
+)
 from trtserve.gateway.openai.bodies import ChatBody
+from trtserve.gateway.openai.dialects import dialect_of
 from trtserve.gateway.openai.errors import ApiError
+from trtserve.gateway.openai.reading import reader_of
 from trtserve.gateway.openai.request import adapter_tensors
 from trtserve.gateway.openai.served import QuietMoment
 from trtserve.programs.shared.lora_names import LoraNames
@@ -181,6 +190,26 @@ def test_tokens_that_have_arrived_go_out_together(client: TestClient, triton: Sc
     assert sum(tokens) == 120
     assert len(tokens) < 30
     assert "".join(each["choices"][0]["text"] for each in streamed) == "Hello " * 20
+
+
+@pytest.mark.parametrize("together", [1, 2, 3, 4, 5, 11])
+def test_every_token_of_a_text_keeps_its_log_probability(together: int) -> None:
+    """However tokens come together, beside marks that have the letters of the text and ends that wait."""
+    words = ["<think>", "a", "</think>", "\n\n", "t", "h", " x", "<", "tool", "_", " caf", "é", "</", "p>"]
+    tokens = [TokenLogProb(token=Token(text=each, raw=each.encode()), log_prob=-1.0) for each in words]
+    dialect = dialect_of("<think></think><tool_call>")
+    message = Message(index=0, reader=reader_of(dialect, {}, thinks=False, thoughts=True, required=False))
+    for place in range(0, len(tokens), together):
+        some = tokens[place : place + together]
+        last = place + together >= len(tokens)
+        message.add(
+            TextPiece(
+                text="".join(words[place : place + together]), tokens=some, finish_reason="stop" if last else None
+            )
+        )
+    block = message.blocks[-1]
+    assert (block.kind, block.text.strip()) == ("text", "".join(words[4:]))
+    assert [each.token.text for each in block.tokens if each.token.text.strip()] == words[4:]
 
 
 async def _turns_until_quiet(arrivals: int) -> tuple[int, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from bisect import bisect_left, bisect_right
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -196,8 +197,7 @@ class Message:
             self.reasoning_tokens += round(len(piece.ids) * thought / sum(len(part.text) for part in parts))
         self.held += piece.tokens
         if parts:
-            _share(self.held, parts)
-            self.held = []
+            self.held = _share(self.held, parts)
         parts = [part for part in parts if self._kept(part)]
         for part in parts:
             if part.kind == "arguments":  # they grow in the call itself
@@ -280,20 +280,24 @@ class ChatAnswer(Message):
         return {"index": self.index, "delta": delta, "logprobs": log_probs, "finish_reason": finish_reason}
 
 
-def _share(tokens: Sequence[TokenLogProb], parts: Sequence[Part]) -> None:
-    """Give each part of text the tokens that spell it, among those of thoughts, calls and marks."""
+def _share(tokens: Sequence[TokenLogProb], parts: Sequence[Part]) -> list[TokenLogProb]:
+    """Give each part of text the tokens that spell it, among those of thoughts, calls and marks.
+
+    Return the tokens behind the last part, whose own text may follow.
+    """
     spelled, end = b"".join(each.token.raw for each in tokens), 0
-    ends = list(accumulate(len(each.token.raw) for each in tokens))
+    starts = list(accumulate((len(each.token.raw) for each in tokens), initial=0))
     for part in parts if tokens else ():
         text = part.text.encode()
         start = max(end, spelled.find(text, end))
+        if part.kind == "text":  # a mark before it may have its letters, but no token that begins with it
+            ahead = (starts[place] for place in range(bisect_left(starts, start), len(tokens)))
+            start = next((each for each in ahead if spelled.startswith(text, each)), start)
+            part.tokens = tokens[bisect_right(starts, start) - 1 : bisect_left(starts, start + len(text))]
         end = start + len(text)
-        if part.kind == "text":
-            part.tokens = [
-                each
-                for each, its_end in zip(tokens, ends, strict=True)
-                if its_end > start and its_end - len(each.token.raw) < end
-            ]
+    if parts[-1].kind in ("call", "arguments"):  # nobody asks for their tokens
+        return []
+    return list(tokens[bisect_left(starts, end) :])
 
 
 def call_json(call: Call, arguments: str) -> Json:
