@@ -54,7 +54,7 @@ def test_a_name_that_moves_to_another_build_is_reported(model: Path, capsys: pyt
     first, talk = imported(64)
     assert "now means" not in talk
     second, talk = imported(65)
-    assert f"mine now means {second}; the older build {first} is kept until `trtserve remove mine`" in talk
+    assert f"mine now means {second}; `trtserve prune` removes the older build {first}" in talk
     assert "now means" not in imported(65)[1]
 
 
