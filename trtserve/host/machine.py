@@ -323,10 +323,14 @@ def _addresses(name: str) -> int:
 
 
 def install_command(extra: str | None = None) -> str:
-    """Return `pip install` with the clone that trtserve came from, or with its name; `extra` is cpu, oracle …"""
+    """Return `pip install` with the clone that trtserve came from, or with its name; `extra` is cpu, oracle …
+
+    What runs from its clone is installed so again: changes of the clone stay effective.
+    """
     clone = _clone()
     place = "trtserve" if clone is None else "." if clone == Path.cwd() else str(clone)
-    return f"pip install {shlex.quote(f'{place}[{extra}]' if extra else place)}"
+    editable = "--editable " if clone is not None and clone == Path(__file__).parents[2] else ""
+    return f"pip install {editable}{shlex.quote(f'{place}[{extra}]' if extra else place)}"
 
 
 def _clone() -> Path | None:

@@ -195,8 +195,8 @@ def take_name(record: NameRecord, store: Store, progress: Progress) -> None:
                 progress.warn(f"The name {record.name} meant {old.source} before; use --name to keep two models apart.")
             if old.repository != record.repository and Path(old.repository).is_dir():
                 progress.step(
-                    f"{record.name} now means {record.repository}; the older build {old.repository} is kept until "
-                    f"`trtserve remove {record.name}`"
+                    f"{record.name} now means {record.repository}; `trtserve prune` removes the older build "
+                    f"{old.repository}"
                 )
     store.record(record)
 
