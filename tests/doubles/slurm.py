@@ -274,5 +274,6 @@ def scancel(arguments: list[str], folder: Path) -> int:
             sys.stderr.write(f"scancel: error: Kill job error on job id {number}: Invalid job id specified\n")
             return 1
         if not (job / "code").exists():
-            os.killpg(int((job / "pid").read_text(encoding="utf-8")), signal.SIGTERM)
+            with suppress(ProcessLookupError):  # its processes have ended, and its code is being written
+                os.killpg(int((job / "pid").read_text(encoding="utf-8")), signal.SIGTERM)
     return 0

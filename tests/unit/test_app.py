@@ -250,7 +250,11 @@ def test_several_words_find_the_options_that_have_all_of_them(capsys: pytest.Cap
         ("use it from python", "How do I call it from Python?"),
         ("is my data sent anywhere", "Does it send any data home (telemetry)?"),
         ("offline", "How do I work without internet access?"),
-        ("start after reboot", "How do I start it at boot, and again after a crash or reboot (systemd)?"),
+        (
+            "start after reboot",
+            "How do I start it at boot, keep it running, and start it again after a crash or reboot (systemd)?",
+        ),
+        ("port 8000 already in use", "How do I change the port (port or address already in use)?"),
         ("ask a remote server", "How do I ask a server on a remote machine?"),
     ],
 )

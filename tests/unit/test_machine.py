@@ -104,10 +104,10 @@ ROOT = Path(__file__).parents[2]
 
 def test_a_clone_is_installed_from_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
-    assert install_command("cpu") == "pip install '.[cpu]'"
+    assert install_command("cpu") == "pip install --editable '.[cpu]'"
     monkeypatch.chdir(tmp_path)
-    assert install_command("oracle") == f"pip install '{ROOT}[oracle]'"
-    assert install_command() == f"pip install {ROOT}"
+    assert install_command("oracle") == f"pip install --editable '{ROOT}[oracle]'"
+    assert install_command() == f"pip install --editable {ROOT}"
 
 
 def test_an_installation_from_an_index_has_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -64,7 +64,8 @@ def check_plots(path: Path, *, out: Path | None = None) -> Any:
     except ImportError:
         raise MissingDependencyError(
             "Plots need the package vl-convert-python, which is not installed.",
-            hint=f"{install_command('report')}, or leave --html out: a result can be plotted later.",
+            hint=f"{install_command('report')}, or leave --html out: `trtserve bench report DIR --html FILE` plots a "
+            "result later.",
         ) from None
 
 

@@ -70,7 +70,7 @@ def sections() -> Sequence[PageSection]:
 
 
 @dataclass(frozen=True)
-class Found:
+class PagesFound:
     """What the documentation says about some words."""
 
     pages: list[tuple[str, str]]
@@ -79,7 +79,7 @@ class Found:
     """The question whose words were asked, with its answer."""
 
 
-def about(parts: Sequence[str], command: str = "") -> Found:
+def about(parts: Sequence[str], command: str = "") -> PagesFound:
     """Return what the pages say about some words.
 
     `parts` are expressions for single words, which may be in any order. Rare words count more, a word that no page
@@ -90,7 +90,7 @@ def about(parts: Sequence[str], command: str = "") -> Found:
     counts = [[_counts(pattern, section) for pattern in patterns] for section in every]
     spread = [sum(any(row[place]) for row in counts) for place in range(len(patterns))]
     if not any(spread[: len(parts)]):
-        return Found([], None)
+        return PagesFound([], None)
     rarity = [math.log(1 + len(every) / times) if times else 0.0 for times in spread]
     exact = beginning(r"[\W_]+".join(parts) + "s?")
     pages: dict[tuple[str, str], list[tuple[float, str]]] = {}
@@ -113,7 +113,7 @@ def about(parts: Sequence[str], command: str = "") -> Found:
                 best, answer = rank, section
     ranked = sorted(pages.items(), key=lambda item: -max(item[1])[0])[:_MOST_PAGES]
     kept = [(place, found) for place, found in ranked if max(found)[0] >= _LEAST * max(ranked[0][1])[0]]
-    return Found([_entry(*place, found) for place, found in kept], answer)
+    return PagesFound([_entry(*place, found) for place, found in kept], answer)
 
 
 def rendered(page: str, width: int) -> str:
