@@ -161,18 +161,13 @@ def _print_space(space: Space, search: Search, *, json: bool) -> None:
     if json:
         print_json("tune", {"lanes": rows, "refused": space.refused})
         return
-    print_table(
-        ("configuration", "load", f"expected {UNITS[search.goal.aim]}", "meets the goal"),
-        [
-            (
-                row["configuration"],
-                row["load"],
-                f"{row['rate']:.4g}",
-                f"no, by {row['missed']:.0%}" if row["missed"] else "yes",
-            )
-            for row in rows[:_LISTED]
-        ],
-    )
+    columns = ["configuration", "load", f"expected {UNITS[search.goal.aim]}"]
+    lines = [[row["configuration"], row["load"], f"{row['rate']:.4g}"] for row in rows[:_LISTED]]
+    if search.goal.limits:
+        columns.append("meets the goal")
+        for line, row in zip(lines, rows, strict=False):
+            line.append(f"no, by {row['missed']:.0%}" if row["missed"] else "yes")
+    print_table(columns, lines)
     if len(rows) > _LISTED:
         say(f"… and {len(rows) - _LISTED} more; --json has all.")
     for name, why in space.refused.items():

@@ -51,7 +51,7 @@ _NAME = re.compile(r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?:/[a-z0-9]+(?:[._-]+[a-z0-9]
 # Others of fsspec open connections of their own, or run what a URL names.
 _SCHEMES = ("s3", "s3a", "gs", "gcs", "file")
 _PLACES = "Give oci://…, s3://…, gs://… or a folder."
-_BLOCK, _LARGEST = 1 << 20, 1 << 60
+_BLOCK, _LARGEST = 4 << 20, 1 << 60
 _LONGEST_WAIT = 2.0  # seconds before the last attempt
 _SECONDS = 60.0  # without a byte
 _LONGEST_ANSWER = 60.0  # seconds, without the files
@@ -402,7 +402,6 @@ def _object(content: bytes, what: str) -> dict[str, Any]:
     return found
 
 
-_BLOCK = 4 << 20
 _MOST_FILES = 10_000
 # What object stores call the identity of an object's content; others have its time.
 _IDENTITIES = ("ETag", "etag", "md5Hash", "content_md5", "mtime")

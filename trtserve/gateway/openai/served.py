@@ -186,8 +186,8 @@ class ServedModel:
 class QuietMoment:
     """Wakes those who wait for tokens when no more of them arrive, or after 20 ms.
 
-    A busy gateway so takes in what has arrived for all streams before it writes: the tokens of one stream that came
-    meanwhile are one piece, which costs little more than a single token. On an idle one the moment is there at once.
+    A busy gateway takes in what has arrived for all streams before it writes: the tokens that one stream got meanwhile
+    are one piece, which costs little more than a single token. An idle gateway writes at once.
     """
 
     def __init__(self) -> None:
