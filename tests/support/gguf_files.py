@@ -65,11 +65,18 @@ _OWN: dict[str, dict[str, str]] = {
         "mlp.gate.wg": "ffn_gate_inp",
         **{f"mlp.shared_mlp.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     },
-    "granitehybrid": _MAMBA,
-    "falcon-h1": {
-        "pre_ff_layernorm": "ffn_norm",
+    **dict.fromkeys(
+        ("granitehybrid", "falcon-h1"),
+        {
+            "pre_ff_layernorm": "ffn_norm",
+            **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+            **_MAMBA,
+        },
+    ),
+    "llama4": {
+        "feed_forward.router": "ffn_gate_inp",
         **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
-        **_MAMBA,
+        **{f"feed_forward.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     },
     "gemma4": _AFTER_BOTH
     | _LAYER_INPUTS
@@ -234,6 +241,10 @@ def _without_stem(
     module: str, values: Array, kind: str, config: Mapping[str, Any]
 ) -> tuple[dict[str, Written], Array] | None:
     """Write what has no `.weight` in transformers, and Granite's joined matrices: by name, and what they stand for."""
+    if module.startswith("feed_forward.experts."):  # of Llama 4: [in, out]
+        parts = ("gate", "up") if "gate_up" in module else ("down",)
+        written, floats = _apart(parts, "_exps", values.swapaxes(1, 2), kind)
+        return written, floats.swapaxes(1, 2)
     if module.startswith("experts."):
         content, floats = stored(values, kind)
         return {f"ffn_{'down' if 'down' in module else 'gate_up'}_exps.weight": (values.shape, kind, content)}, floats
@@ -253,8 +264,12 @@ def _granite(module: str, values: Array, kind: str, shared: str) -> tuple[dict[s
         content, floats = stored(values, "F32")
         return {"ffn_gate_inp.weight": (values.shape, "F32", content)}, floats
     end = "_exps" if "block_sparse_moe" in module else shared
-    halves = np.split(values, 2, axis=-2) if "input" in module else [values]
-    parts = ("gate", "up") if "input" in module else ("down",)
+    return _apart(("gate", "up") if "input" in module else ("down",), end, values, kind)
+
+
+def _apart(parts: tuple[str, ...], end: str, values: Array, kind: str) -> tuple[dict[str, Written], Array]:
+    """The parts of joined matrices in tensors of their own."""
+    halves = np.split(values, len(parts), axis=-2)
     made = [stored(half, kind) for half in halves]
     written = {
         f"ffn_{part}{end}.weight": (half.shape, kind, content)
@@ -266,6 +281,10 @@ def _granite(module: str, values: Array, kind: str, shared: str) -> tuple[dict[s
 def _rotations(config: Mapping[str, Any], architecture: str) -> dict[str, Written]:
     """What the frequencies of pairs are divided by, where the file has it as tensors."""
     tensors: dict[str, Written] = {}
+    if architecture == "llama4" and (scaling := config.get("rope_scaling")):
+        lengths = 2 * np.pi * config["rope_theta"] ** (np.arange(0, config["head_dim"], 2) / config["head_dim"])
+        factors = np.where(lengths > 8192, scaling["factor"], 1).astype(np.float32)
+        tensors["rope_freqs.weight"] = factors.shape, "F32", factors.tobytes()
     if (config.get("rope_scaling") or {}).get("type") == "longrope":
         for part in ("short", "long"):
             factors = np.asarray(config["rope_scaling"][f"{part}_factor"], np.float32)
@@ -396,6 +415,12 @@ def _kinds_of_layers(config: Mapping[str, Any], architecture: str) -> dict[str, 
             "lfm2.attention.head_count_kv": [heads if each else 0 for each in attending],
             "lfm2.attention.layer_norm_rms_epsilon": config["norm_eps"],
         }
+    if architecture == "llama4":
+        return {
+            "llama4.feed_forward_length": config["intermediate_size_mlp"],
+            "llama4.expert_feed_forward_length": config["intermediate_size"],
+            "llama4.interleave_moe_layer_step": config["interleave_moe_layer_step"],
+        }
     if architecture in ("falcon-h1", "granitehybrid"):
         sizes = {"time_step_rank": "n_heads", "state_size": "d_state", "group_count": "n_groups"}
         inner = config["mamba_d_ssm"] if architecture == "falcon-h1" else 2 * config["hidden_size"]
@@ -404,10 +429,16 @@ def _kinds_of_layers(config: Mapping[str, Any], architecture: str) -> dict[str, 
             for key, name in (sizes | {"conv_kernel": "d_conv"}).items()
         } | {f"{architecture}.ssm.inner_size": inner}
         if architecture == "granitehybrid":
+            bamba = config["model_type"] == "bamba"
+            layers = range(config["num_hidden_layers"])
+            attends = config["attn_layer_indices"] if bamba else [at for at in layers if kinds[at] == "attention"]
             found |= {
-                "granitehybrid.attention.head_count_kv": [heads if kind == "attention" else 0 for kind in kinds],
-                "granitehybrid.rope.scaling.finetuned": False,
+                "granitehybrid.attention.head_count_kv": [heads if layer in attends else 0 for layer in layers],
+                "granitehybrid.rope.scaling.finetuned": bamba,
             }
+            if bamba:
+                half = config["hidden_size"] // config["num_attention_heads"] // 2
+                found["granitehybrid.rope.dimension_count"] = half
         return found
     if architecture == "hunyuan-moe":
         return {

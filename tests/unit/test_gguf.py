@@ -41,6 +41,30 @@ NO_FACTORS: dict[str, Any] = {
         for part in ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
     },
 }
+# What llama.cpp takes for all models of Llama 4.
+SCOUT: dict[str, Any] = {
+    "head_dim": 32,
+    "intermediate_size": 64,
+    "intermediate_size_mlp": 192,
+    "num_hidden_layers": 4,
+    "no_rope_layer_interval": 4,
+    "attention_chunk_size": 8192,
+    "floor_scale": 8192,
+    "attn_scale": 0.1,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+MAVERICK: dict[str, Any] = {
+    **SCOUT,
+    **{"num_local_experts": 128, "interleave_moe_layer_step": 4, "use_qk_norm": False, "rope_scaling": None},
+    **{"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 2},
+}
 MODELS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("llama", "llama", "Q4_0", {"head_dim": 32}),
     ("llama", "llama", "F16", {"tie_word_embeddings": True}),
@@ -76,6 +100,10 @@ MODELS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("falcon_h1", "falcon-h1", "Q4_0", {**NO_FACTORS, "mamba_rms_norm": True}),
     ("granite_hybrid", "granitehybrid", "Q4_0", {}),
     ("granite_hybrid_moe", "granitehybrid", "Q8_0", {"intermediate_size": 64}),
+    ("bamba", "granitehybrid", "Q4_0", {}),
+    ("bamba", "granitehybrid", "Q8_0", {"mamba_proj_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("llama4", "llama4", "Q4_0", SCOUT),
+    ("llama4", "llama4", "Q8_0", MAVERICK),
     ("granite_moe_shared", "granitemoe", "Q8_0", {"intermediate_size": 64, "shared_intermediate_size": 96}),
     ("hunyuan_v1_moe", "hunyuan-moe", "Q8_0", {"head_dim": 64, "rope_scaling": None}),
     ("phi3", "phi3", "Q8_0", {}),
@@ -427,7 +455,7 @@ def test_falcon_h1_without_the_names_and_numbers_that_it_needs(tmp_path: Path) -
         config_of(found)
 
 
-def test_halves_of_granite_4_that_do_not_fit_and_a_bamba(tmp_path: Path) -> None:
+def test_halves_of_granite_4_that_do_not_fit(tmp_path: Path) -> None:
     file, _ = write_gguf_model(tmp_path, "granite_hybrid", "granitehybrid", "Q8_0", **SIZES)
     found = GgufFile(file)
     whole = found.entries.pop("blk.0.ffn_up.weight")
@@ -437,12 +465,21 @@ def test_halves_of_granite_4_that_do_not_fit_and_a_bamba(tmp_path: Path) -> None
     with pytest.raises(CorruptFileError, match=r"ffn_up\.weight is \["):
         list(tensors_of(found))
     found.entries["blk.0.ffn_up.weight"] = whole
-    for key, wrong, message in (("ssm.inner_size", 200, "200 numbers"), ("rope.scaling.finetuned", True, "Bamba")):
-        told = found.metadata[f"granitehybrid.{key}"]
-        found.metadata[f"granitehybrid.{key}"] = wrong
-        with pytest.raises(TrtserveError, match=message):
-            config_of(found)
-        found.metadata[f"granitehybrid.{key}"] = told
+    found.metadata["granitehybrid.ssm.inner_size"] = 200
+    with pytest.raises(CorruptFileError, match="200 numbers"):
+        config_of(found)
+
+
+def test_a_bamba_that_rotates_whole_heads_and_a_llama_4_without_chunks(tmp_path: Path) -> None:
+    """transformers rotates half of each head of a Bamba, whatever its config says."""
+    bamba = GgufFile(write_gguf_model(tmp_path, "bamba", "granitehybrid", "Q8_0", **SIZES)[0])
+    del bamba.metadata["granitehybrid.rope.dimension_count"]
+    with pytest.raises(UnsupportedModelError, match="rotates 32 numbers of 32; expected half"):
+        config_of(bamba)
+    llama = GgufFile(write_gguf_model(tmp_path / "4", "llama4", "llama4", "Q8_0", **SIZES | SCOUT)[0])
+    llama.metadata["llama4.attention.sliding_window"] = 0
+    with pytest.raises(UnsupportedModelError, match="Llama 4 without chunks"):
+        config_of(llama)
 
 
 def test_special_tokens_outside_the_vocabulary_are_none(tmp_path: Path) -> None:

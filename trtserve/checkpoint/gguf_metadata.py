@@ -200,6 +200,30 @@ FAMILIES = {
         present={"mamba_conv_bias": "ssm_conv1d.bias"},
         **_GRANITE_EXPERTS,
     ),
+    "llama4": GgufFamily(  # the sizes of its chunks, and which layers rotate, are llama.cpp's constants
+        architecture="Llama4ForCausalLM",
+        model_type="llama4_text",
+        own_head_size=True,
+        modules={
+            "ffn_gate_inp": "feed_forward.router",
+            **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+            **{f"ffn_{part}_shexp": f"feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+        },
+        experts={f"ffn_{part}_exps": f"feed_forward.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
+        keys={
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+            "intermediate_size": "expert_feed_forward_length",
+            "intermediate_size_mlp": "feed_forward_length",
+        },
+        config={
+            "attention_chunk_size": 8192,
+            "no_rope_layer_interval": 4,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+        },
+        present=_BIASED,
+    ),
     "granitemoe": GgufFamily(
         architecture="GraniteMoeSharedForCausalLM",
         model_type="granitemoeshared",
@@ -312,6 +336,24 @@ FAMILIES = {
         present=_BIASED,
     ),
 }
+# llama.cpp calls it granitehybrid; it is the one that rotates.
+BAMBA = GgufFamily(
+    architecture="BambaForCausalLM",
+    model_type="bamba",
+    permuted=True,
+    outer={"output_norm": "model.final_layernorm"},
+    modules={
+        **_MAMBA,
+        "ffn_norm": "pre_ff_layernorm",
+        **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+    },
+    keys=_MAMBA_KEYS,
+    present={
+        "mlp_bias": "ffn_gate.bias",
+        "mamba_conv_bias": "ssm_conv1d.bias",
+        "mamba_proj_bias": "ssm_in.bias",
+    },
+)
 MODULES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -348,7 +390,8 @@ class Metadata:
                 f"{file.path} is one of {parts!r:.80} parts.",
                 hint="Join them with llama.cpp's llama-gguf-split --merge, and import the result.",
             )
-        self.family = FAMILIES[self.architecture]
+        bamba = self.architecture == "granitehybrid" and self.get("rope.scaling.finetuned", bool, False)
+        self.family = BAMBA if bamba else FAMILIES[self.architecture]
 
     def get(self, key: str, kind: Any, default: Any = None) -> Any:
         """Return a value, of the architecture unless the key begins with `tokenizer` or `general`."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from trtserve.checkpoint.encodings import Encoding, StoredTensor
 from trtserve.checkpoint.gguf import GgufFile, GgufRows, Joined
-from trtserve.checkpoint.gguf_metadata import AGAIN, MODULES, OTHER, OUTER, Metadata
+from trtserve.checkpoint.gguf_metadata import AGAIN, BAMBA, MODULES, OTHER, OUTER, Metadata
 from trtserve.errors import CorruptFileError, UnsupportedModelError
 
 _IN_LAYER = re.compile(r"blk\.(\d{1,6})\.(.+?)(?:\.(weight|bias|scale))?")
@@ -91,6 +91,7 @@ def _of_family(data: Metadata, head_size: int, share: int) -> dict[str, Any]:
         "lfm2": _lfm2,
         "exaone4": _exaone4,
         "olmo2": _olmo2,
+        "llama4": _llama4,
         "falcon-h1": _falcon_h1,
         "granitehybrid": _granite_hybrid,
     }.get(data.architecture)
@@ -136,16 +137,28 @@ def _falcon_h1(data: Metadata) -> dict[str, Any]:
 
 
 def _granite_hybrid(data: Metadata) -> dict[str, Any]:
-    if data.get("rope.scaling.finetuned", bool, False):
-        raise UnsupportedModelError(f"{data.file.path} is a Bamba; Granite 4 is read from GGUF.", hint=OTHER)
     inner, width = data.size("ssm.inner_size"), data.size("embedding_length")
     if inner % width:
         raise CorruptFileError(f"{data.file.path} has states of {inner} numbers, and tokens of {width}.", hint=AGAIN)
-    return {
-        "layer_types": ["attention" if heads else "mamba" for heads in data.kv_heads_of_layers()],
-        "mamba_expand": inner // width,
-        "mamba_d_head": inner // data.size("ssm.time_step_rank"),
-    }
+    attends = [bool(heads) for heads in data.kv_heads_of_layers()]
+    sizes = {"mamba_expand": inner // width, "mamba_d_head": inner // data.size("ssm.time_step_rank")}
+    if data.family is not BAMBA:
+        return {"layer_types": ["attention" if each else "mamba" for each in attends], **sizes}
+    size = width // data.size("attention.head_count")
+    if (rotated := data.get("rope.dimension_count", int, size)) * 2 != size:
+        raise UnsupportedModelError(
+            f"{data.file.path} is a Bamba that rotates {rotated} numbers of {size}; expected half of them.", hint=OTHER
+        )
+    layers = [layer for layer, each in enumerate(attends) if each]
+    biased = any(f"blk.{layer}.attn_q.bias" in data.file.entries for layer in layers)
+    return {"attn_layer_indices": layers, "attention_bias": biased, **sizes}
+
+
+def _llama4(data: Metadata) -> dict[str, Any]:
+    if data.get("attention.sliding_window", int) == 0:
+        raise UnsupportedModelError(f"{data.file.path} is a Llama 4 without chunks.", hint=OTHER)
+    # llama.cpp norms queries and keys unless there are 128 experts (Maverick).
+    return {"use_qk_norm": data.get("expert_count", int, 0) != 128}
 
 
 def _gemma(data: Metadata, head_size: int, share: int) -> dict[str, Any]:
@@ -241,7 +254,7 @@ def _numbers(data: Metadata, name: str) -> list[float]:
 
 
 def _scaling(data: Metadata, head_size: int, base: float) -> dict[str, Any] | None:
-    """Return the rotary scaling: of the metadata, or that of Llama 3.1, which llama.cpp keeps as a tensor."""
+    """Return the rotary scaling: of the metadata, or that of Llama 3.1 and 4, which llama.cpp keeps as a tensor."""
     kind, factor = data.get("rope.scaling.type", str, "none"), data.get("rope.scaling.factor", float, 1.0)
     original = data.get("rope.scaling.original_context_length", int)
     if data.architecture == "gemma4" and kind in ("none", "linear") and factor == 1:
@@ -276,14 +289,14 @@ def _llama3(data: Metadata, head_size: int, base: float) -> dict[str, Any] | Non
         "rope_type": "llama3",
         "factor": float(found.max()),
         "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "high_freq_factor": 1.0 if data.architecture == "llama4" else 4.0,
         "original_max_position_embeddings": 8192,
     }
     plain = np.asarray(inverse_frequencies(head_size, base, None))
     scaled = np.asarray(inverse_frequencies(head_size, base, scaling))
     if not np.allclose(plain / scaled, found, rtol=1e-3):
         raise UnsupportedModelError(
-            f"{data.file.path} scales its rotary embedding ({_ROPE}) unlike Llama 3.1.", hint=OTHER
+            f"{data.file.path} scales its rotary embedding ({_ROPE}) unlike Llama 3.1 and 4.", hint=OTHER
         )
     return scaling
 

@@ -55,7 +55,7 @@ _WORDS = {
     "dbrx": _Words(pattern=_MODERN % "{1,3}"),
     "smaug-bpe": _Words(pattern=_MODERN % "{1,3}"),
     "glm4": _Words(pattern=_MODERN % "{1,3}"),
-    "gpt-4o": _Words(pattern=_O200K),
+    **dict.fromkeys(("gpt-4o", "llama4"), _Words(pattern=_O200K)),
     "qwen2": _Words(pattern=_MODERN % "", composed=True),
     "tekken": _Words(pattern=_TEKKEN, whole_words=True, begins=True),
 }

@@ -5,7 +5,6 @@ Published as MXFP4, in which an expert's matrices are stored [out, in]; copies i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,12 @@ from trtserve.checkpoint.architectures.base import (
     require_activation,
     superset,
 )
-from trtserve.checkpoint.architectures.parts.expert_tensors import RENORMALIZED, expert_counts, experts_of
+from trtserve.checkpoint.architectures.parts.expert_tensors import (
+    RENORMALIZED,
+    expert_counts,
+    experts_of,
+    halves_apart,
+)
 from trtserve.checkpoint.architectures.parts.positions import attention_kinds, window_keys, windows_of
 
 _EXPERTS = ExpertNames(
@@ -53,8 +57,6 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     experts, chosen = expert_counts(hf, "num_local_experts")
     kinds = attention_kinds(hf, lambda layer: layer % 2 == 0)
     common = llama.common_config(hf, longest=131072)
-    quantization = hf.get("quantization_config")
-    gguf = isinstance(quantization, Mapping) and quantization.get("quant_method") == "gguf"
     return {
         **common,
         "attn_bias": bool(hf["attention_bias"]),
@@ -63,7 +65,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         "swiglu_alpha": float(hf["swiglu_alpha"]),
         "swiglu_limit": float(hf["swiglu_limit"]),
         **window_keys(windows_of(kinds, hf["sliding_window"])),
-        **({"halves_apart": True} if gguf else {}),
+        **halves_apart(hf),
         **superset(*common.get("superset", ()), "attention sinks", "clamped gates and biases of experts"),
     }
 

@@ -19,7 +19,12 @@ from trtserve.checkpoint.architectures.base import (
     require_sizes,
     required,
 )
-from trtserve.checkpoint.architectures.parts.expert_tensors import NOT_NORMALIZED, expert_counts, experts_of
+from trtserve.checkpoint.architectures.parts.expert_tensors import (
+    NOT_NORMALIZED,
+    expert_counts,
+    experts_of,
+    halves_apart,
+)
 from trtserve.checkpoint.architectures.parts.positions import layer_flags, layer_kinds
 
 # transformers' defaults for absent keys.
@@ -70,6 +75,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         ),
         **_experts(hf, inner["intermediate_size"]),
         **grown,
+        **halves_apart(hf),
         "attention_chunks": True,
         "use_qk_norm": bool(hf["use_qk_norm"]),
         "unrotated_layers": [not turned for turned in rotated],
@@ -99,12 +105,19 @@ def _experts(hf: HfConfig, inner: int) -> dict[str, Any]:
 
 
 def names(config: CheckpointConfig) -> SourceNames:
+    apart = replace(
+        _EXPERTS,
+        gate="feed_forward.experts.{}.gate_proj",
+        up="feed_forward.experts.{}.up_proj",
+        transposed=False,
+        gate_first=False,
+    )
     return replace(
         llama.names(config),
         fc="feed_forward.gate_proj",
         gate="feed_forward.up_proj",
         proj="feed_forward.down_proj",
-        experts=_EXPERTS,
+        experts=apart if config.own("halves_apart", False) else _EXPERTS,
     )
 
 

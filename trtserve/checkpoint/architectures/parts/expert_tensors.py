@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig, MixtureOfExperts
@@ -188,6 +188,13 @@ def deepseek_experts(hf: HfConfig) -> dict[str, Any]:
         "routed_scaling_factor": float(factor),
         "dense_layers": list(range(dense)),
     }
+
+
+def halves_apart(hf: HfConfig) -> dict[str, Any]:
+    """Return the key of experts whose gates and factors are tensors of their own, as in a GGUF file."""
+    quantization = hf.get("quantization_config")
+    gguf = isinstance(quantization, Mapping) and quantization.get("quant_method") == "gguf"
+    return {"halves_apart": True} if gguf else {}
 
 
 def _moe(config: CheckpointConfig) -> MixtureOfExperts:
