@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.gguf_files import write_gguf_model
+from tests.support.gguf_files import SCOUT, write_gguf_model
 from tests.support.paged_steps import PagedSteps
 from tests.support.quantised_models import (
     EXPERT_SIZES,
@@ -66,12 +66,15 @@ def test_greedy_tokens_equal_transformers(scheme: str, spec: ConvertSpec, tmp_pa
         ("Q8_0", "lfm2", {"full_attn_idxs": None, "layer_types": ["conv", "full_attention"]}),
         ("Q4_0", "granite", {}),
         ("Q8_0", "glm4", {"head_dim": 32}),
+        ("Q8_0", "bamba", {"num_hidden_layers": 3, "attn_layer_indices": [0, 2]}),
+        ("Q4_0", "llama4", SCOUT),
     ],
     ids=str,
 )
 def test_gguf_files_answer_as_transformers(kind: str, family: str, sizes: dict[str, Any], tmp_path: Path) -> None:
     """In float32, with the weights that the blocks of the file stand for."""
-    file, plain = write_gguf_model(tmp_path, family, family.replace("_", "-"), kind, gain=1.0, **SIZES | sizes)
+    architecture = {"bamba": "granitehybrid"}.get(family, family.replace("_", "-"))
+    file, plain = write_gguf_model(tmp_path, family, architecture, kind, gain=1.0, **SIZES | sizes)
     folder = unfolded(file, Store(tmp_path / "store"), tokenizer=True)
     model = QuantisedModel(folder=folder, dequantised=plain, weights={})
     require_equal_tokens(model, ConvertSpec(dtype="float32", tp_size=2), tmp_path)

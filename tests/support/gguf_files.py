@@ -44,6 +44,10 @@ _MAMBA = {
     "mamba.out_proj": "ssm_out",
     "mamba.norm": "ssm_norm",
 }
+_FEED_FORWARD = {
+    "pre_ff_layernorm": "ffn_norm",
+    **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+}
 _LAYER_INPUTS = {
     "per_layer_input_gate": "inp_gate",
     "per_layer_projection": "proj",
@@ -65,17 +69,10 @@ _OWN: dict[str, dict[str, str]] = {
         "mlp.gate.wg": "ffn_gate_inp",
         **{f"mlp.shared_mlp.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     },
-    **dict.fromkeys(
-        ("granitehybrid", "falcon-h1"),
-        {
-            "pre_ff_layernorm": "ffn_norm",
-            **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
-            **_MAMBA,
-        },
-    ),
+    **dict.fromkeys(("granitehybrid", "falcon-h1"), _FEED_FORWARD | _MAMBA),
     "llama4": {
+        **_FEED_FORWARD,
         "feed_forward.router": "ffn_gate_inp",
-        **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
         **{f"feed_forward.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     },
     "gemma4": _AFTER_BOTH
@@ -111,6 +108,25 @@ _OWN: dict[str, dict[str, str]] = {
         "feed_forward.w1": "ffn_gate",
         "feed_forward.w2": "ffn_down",
         "feed_forward.w3": "ffn_up",
+    },
+}
+# What llama.cpp takes for all models of Llama 4.
+SCOUT: dict[str, Any] = {
+    "head_dim": 32,
+    "intermediate_size": 64,
+    "intermediate_size_mlp": 192,
+    "num_hidden_layers": 4,
+    "no_rope_layer_interval": 4,
+    "attention_chunk_size": 8192,
+    "floor_scale": 8192,
+    "attn_scale": 0.1,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
     },
 }
 _PERMUTED = ("llama", "granite", "granitehybrid", "granitemoe", "smollm3")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.gguf_files import metadata_of, text, value, write_gguf, write_gguf_model
+from tests.support.gguf_files import SCOUT, metadata_of, text, value, write_gguf, write_gguf_model
 from tests.support.stages import convert_model
 from tests.support.tiny_models import read_safetensors
 from trtserve.artifacts import Model
@@ -41,29 +41,15 @@ NO_FACTORS: dict[str, Any] = {
         for part in ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
     },
 }
-# What llama.cpp takes for all models of Llama 4.
-SCOUT: dict[str, Any] = {
-    "head_dim": 32,
-    "intermediate_size": 64,
-    "intermediate_size_mlp": 192,
-    "num_hidden_layers": 4,
-    "no_rope_layer_interval": 4,
-    "attention_chunk_size": 8192,
-    "floor_scale": 8192,
-    "attn_scale": 0.1,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 16.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-    },
-}
 MAVERICK: dict[str, Any] = {
     **SCOUT,
-    **{"num_local_experts": 128, "interleave_moe_layer_step": 4, "use_qk_norm": False, "rope_scaling": None},
-    **{"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 2},
+    "num_local_experts": 128,
+    "interleave_moe_layer_step": 4,
+    "use_qk_norm": False,
+    "rope_scaling": None,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
 }
 MODELS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("llama", "llama", "Q4_0", {"head_dim": 32}),
@@ -99,8 +85,9 @@ MODELS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("falcon_h1", "falcon-h1", "Q8_0", NO_FACTORS),
     ("falcon_h1", "falcon-h1", "Q4_0", {**NO_FACTORS, "mamba_rms_norm": True}),
     ("granite_hybrid", "granitehybrid", "Q4_0", {}),
+    ("granite_hybrid", "granitehybrid", "Q8_0", {"num_hidden_layers": 2, "layer_types": ["attention", "mamba"]}),
     ("granite_hybrid_moe", "granitehybrid", "Q8_0", {"intermediate_size": 64}),
-    ("bamba", "granitehybrid", "Q4_0", {}),
+    ("bamba", "granitehybrid", "Q4_0", {"attn_layer_indices": [0]}),
     ("bamba", "granitehybrid", "Q8_0", {"mamba_proj_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     ("llama4", "llama4", "Q4_0", SCOUT),
     ("llama4", "llama4", "Q8_0", MAVERICK),

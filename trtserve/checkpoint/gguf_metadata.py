@@ -38,7 +38,7 @@ class GgufFamily:
     )  # of a layer; {} stands for the expert's number
     keys: Mapping[str, str] = field(default_factory=dict)  # of config.json, and their names in the metadata
     config: Mapping[str, Any] = field(default_factory=dict)  # what is the same for all models
-    present: Mapping[str, str] = field(default_factory=dict)  # key of config.json: true where the first layer has this
+    present: Mapping[str, str] = field(default_factory=dict)  # key of config.json: true where a layer has this
 
 
 _AFTER_BOTH = {
@@ -349,6 +349,7 @@ BAMBA = GgufFamily(
     },
     keys=_MAMBA_KEYS,
     present={
+        **_BIASED,
         "mlp_bias": "ffn_gate.bias",
         "mamba_conv_bias": "ssm_conv1d.bias",
         "mamba_proj_bias": "ssm_in.bias",
@@ -423,7 +424,8 @@ class Metadata:
         """Return what `GgufFamily.keys` and `present` say of config.json."""
         numbers = {key: self.get(name, int | float) for key, name in self.family.keys.items()}
         found = {key: number for key, number in numbers.items() if number is not None}
-        return found | {key: f"blk.0.{name}" in self.file.entries for key, name in self.family.present.items()}
+        of_layers = {name.partition("blk.")[2].partition(".")[2] for name in self.file.entries}
+        return found | {key: name in of_layers for key, name in self.family.present.items()}
 
     def kv_heads_of_layers(self) -> list[int]:
         """Return the heads of keys and values of each layer: 0 for layers without attention."""

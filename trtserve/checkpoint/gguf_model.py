@@ -149,9 +149,7 @@ def _granite_hybrid(data: Metadata) -> dict[str, Any]:
         raise UnsupportedModelError(
             f"{data.file.path} is a Bamba that rotates {rotated} numbers of {size}; expected half of them.", hint=OTHER
         )
-    layers = [layer for layer, each in enumerate(attends) if each]
-    biased = any(f"blk.{layer}.attn_q.bias" in data.file.entries for layer in layers)
-    return {"attn_layer_indices": layers, "attention_bias": biased, **sizes}
+    return {"attn_layer_indices": [layer for layer, each in enumerate(attends) if each], **sizes}
 
 
 def _llama4(data: Metadata) -> dict[str, Any]:
