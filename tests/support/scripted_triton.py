@@ -72,9 +72,9 @@ class ScriptedTriton(Backend):
         """Requests now, and the most at once."""
 
     async def close(self) -> None:
-        """Wait for what runs beside the requests."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=5)
+        """Wait for what runs beside the requests of the endpoint that closes; there may be a second one."""
+        if own := [task for task in self._tasks if task.get_loop() is asyncio.get_running_loop()]:
+            await asyncio.wait(own, timeout=5)
 
     async def infer(self, request: ModelRequest) -> AsyncIterator[Reply]:
         """Answer one request, as a transport does."""
