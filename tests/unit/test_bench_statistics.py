@@ -222,9 +222,11 @@ def test_report_starts_with_upstreams_rows() -> None:
     assert "Delivered / offered rate" in dict(_report([record(scheduled=True)], request_rate=2.0).rows())
 
 
-def test_the_short_table_has_no_percentile_of_too_few_answers_and_each_count_once() -> None:
+def test_the_short_table_has_the_percentiles_of_the_page_and_each_count_once() -> None:
     few = _report([record(), record(status="failed")])
-    assert [row[3:] for row in few.short_rows()] == [("–", "–")] * 3
+    page = {row[0]: row for row in few.interval_rows()}
+    assert few.short_rows()[0][3:] == (page["Time to first token (ms)"][6], page["Time to first token (ms)"][8])
+    assert few.short_rows()[1][3].endswith("*")
     assert few.facts()[0].startswith("requests  1 of 2 answered, 1 failed, ")
     many = _report([record() for _ in range(2000)])
     assert {row[0]: row[4] for row in many.short_rows()}["whole answer"] == "10.00"

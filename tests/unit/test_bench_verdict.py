@@ -78,7 +78,7 @@ def test_a_client_that_was_kept_from_its_work_is_disturbed(health: WorkerHealth,
     [
         (
             {"other_programs": 1.2, "server_here": True},
-            "load 18.7 on 2 cores, other programs used 1.2 of them",
+            "other programs used 1.2 of 2 cores, and",
             "Close",
         ),
         (
@@ -96,7 +96,7 @@ def test_a_client_that_waited_for_a_processor_says_who_had_it(machine: dict[str,
     (reason,) = verdict.reasons
     assert verdict.judgement == "disturbed"
     assert reason.startswith(begin)
-    assert "; the client waited 2.2 s of 6.1 s for a processor, so its times are up to 72 ms late. " + end in reason
+    assert " the client waited 2.2 s of 6.1 s for a processor, so its times are up to 72 ms late. " + end in reason
 
 
 BUSY = {"cpus": 2, "load_average": 8.2, "server_here": True, "other_programs": 0.911, "server_waited": 0.43}
@@ -105,8 +105,8 @@ BUSY = {"cpus": 2, "load_average": 8.2, "server_here": True, "other_programs": 0
 def test_other_programs_that_took_processors_from_the_server_disturb_the_figures() -> None:
     verdict = report_of(STEADY, machine=BUSY, calibration=CALIBRATION, health=(WorkerHealth(seconds=20),)).verdict
     assert str(verdict) == (
-        "disturbed: load 8.2 on 2 cores, other programs used 0.9 of them; the server's threads waited 43% of the time "
-        "they had work. Close other programs, or measure when they are idle."
+        "disturbed: other programs used 0.9 of 2 cores, and the server's threads waited 43% of the time they had work. "
+        "Close them (`top` names them), or measure when they are idle."
     )
     unknown = report_of(STEADY, machine=BUSY | {"server_waited": None}, calibration=CALIBRATION).verdict
     assert "the server may have waited for them" in str(unknown)

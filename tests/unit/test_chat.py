@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -28,7 +29,7 @@ from trtserve.client.query import Conversation
 from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import ModelDescription
 from trtserve.client.tokenizer import PreparedPrompts
-from trtserve.errors import RequestError, ServerNotFoundError, UsageError
+from trtserve.errors import RequestError, ServerNotFoundError, ServerUnreachableError, UsageError
 from trtserve.host.ports import free_ports
 from trtserve.store import NameRecord, Store
 
@@ -209,7 +210,7 @@ def test_exit_without_a_slash_ends_a_conversation_in_a_terminal(
     assert not model.asked
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("help", "/help"), ("clear", "/reset"), ("set", "/set")])
+@pytest.mark.parametrize(("typed", "meant"), [("clear", "/reset"), ("set", "/set")])
 def test_a_command_without_its_slash_is_not_sent(
     typed: str,
     meant: str,
@@ -225,6 +226,39 @@ def test_a_command_without_its_slash_is_not_sent(
     assert run(["chat"]) == 0
     assert not model.asked
     assert f"the command is {meant}." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("typed", ["help", "?", "/?", "/help"])
+def test_help_typed_alone_lists_the_commands(
+    typed: str, model: ScriptedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("trtserve.cli.chat._typed", lambda: iter((typed,)))
+    monkeypatch.setattr(query, "connect", lambda *_: Served(["mine"]))
+    monkeypatch.setattr("trtserve.cli.chat.find_endpoint", lambda *_, **_options: Endpoint(model="mine"))
+    assert run(["chat"]) == 0
+    assert not model.asked
+    assert "/retry" in capsys.readouterr().out
+
+
+def test_a_cut_answer_says_how_to_go_on_and_a_lost_server_when_to_ask_again(
+    model: ScriptedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model.answers = [["so far"], [ServerUnreachableError("gone")]]
+    monkeypatch.setattr("trtserve.cli.chat.silent_keyboard", contextlib.nullcontext)
+    lines = ("/set max_tokens 7", "Hi", "/set system Be brief.", "/set max_tokens", "Hello")
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("trtserve.cli.chat._typed", lambda: iter(lines))
+    monkeypatch.setattr(query, "connect", lambda *_: Served(["mine"]))
+    monkeypatch.setattr("trtserve.cli.chat.find_endpoint", lambda *_, **_options: Endpoint(model="mine"))
+    assert run(["chat", "--plain"]) == 0
+    said = capsys.readouterr().err
+    assert "cut at 7 tokens" in said
+    assert "/set max_tokens 14" in said
+    assert "is ready: /retry" in said
+    assert [spec.system for spec in model.asked] == [None, "Be brief."]
 
 
 def test_lines_of_the_standard_input(

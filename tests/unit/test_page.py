@@ -30,7 +30,7 @@ def test_a_system_message_goes_only_to_a_model_that_takes_one() -> None:
     html, _ = page()
     assert "?.system_messages === false" in html  # what /v1/models says of a model
     assert '$("system").disabled = refused;' in html
-    assert "This model's chat template has no system messages." in html
+    assert "The model's chat template has no place for a system message." in html
     sent = next(line for line in html.splitlines() if 'role: "system"' in line)
     assert '!$("system").disabled' in sent
 

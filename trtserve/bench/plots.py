@@ -456,8 +456,9 @@ def _verdict(report: BenchReport, load: str = "") -> str:
     """Return the judgement of a run and its reasons."""
     judgement = report.verdict.judgement
     reasons = " ".join(reason[:1].upper() + reason[1:] for reason in report.verdict.reasons)
-    said = f'<p><span class="badge {judgement}">{judgement}</span> {_with_code(load + reasons)}</p>'
-    return f'{said}<p class="soft">{judgement.capitalize()}: {_MEANINGS[judgement]}</p>'
+    meaning = _MEANINGS[judgement]
+    said = f'<span class="badge {judgement}">{judgement}</span> {_with_code(load)}{meaning[:1].upper()}{meaning[1:]}'
+    return f"<p>{said} {_with_code(reasons)}</p>"
 
 
 def _tiles(report: BenchReport) -> str:

@@ -27,13 +27,12 @@ from trtserve.errors import UsageError
 from trtserve.files import LARGEST_DATA, decode_as, parse_json, read_json_object, read_text
 
 COLUMNS = ("Stat", "Value")
-SHORT_COLUMNS = ("ms", "mean", "p50", "p90", "p99")
+SHORT_COLUMNS = ("ms", "avg", "p50", "p90", "p99")
 SCHEMA = 2
 REPORT = "report.json"
 SAMPLES = "samples.jsonl"
 FEW = "*"  # behind a percentile that too few answers support, on the terminal and in the page alike
 FEW_NOTE = "*: too few answers to know how exact this percentile is (95 % interval); ask for more with --num-requests."
-SHORT_FEW_NOTE = FEW_NOTE.replace("*:", "* and –:")
 _SCALES = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
 _MATERIAL = 0.1  # change of the throughput that is reported
@@ -236,7 +235,7 @@ class BenchReport(RunFacts):
             (
                 name,
                 _number(each.mean),
-                *(percentile_cell(each, q) if q == "p50" or _is_known(each, q) else "–" for q in SHORT_COLUMNS[2:]),
+                *(percentile_cell(each, quantile) for quantile in SHORT_COLUMNS[2:]),
             )
             for name, each in measures.items()
         ]

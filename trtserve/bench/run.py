@@ -208,16 +208,18 @@ def _server_processes(target: LoadTarget) -> list[int]:
 
 
 def _reporter(task: Task) -> Callable[[Totals], None]:
-    shown, began = 0, time.monotonic()
+    shown, began = 0, 0.0
 
     def report(totals: Totals) -> None:
-        nonlocal shown
+        nonlocal shown, began
         task.advance(totals.ended - shown)
         shown = totals.ended
+        began = began or time.monotonic()  # the first sample is taken after the warm-up
         rate = shown / max(1e-9, time.monotonic() - began)
         median, late = totals.first_ms(0.5), totals.first_ms(0.99)
         times = "" if median is None or late is None else f", TTFT p50 {brief(median)} p99 {brief(late)} ms"
-        task.describe(f"{brief(rate)}/s, {totals.in_flight} in flight{times}")
+        speed = f"{brief(rate)} requests/s, " if shown else ""
+        task.describe(f"{speed}{totals.in_flight} in flight{times}")
 
     return report
 

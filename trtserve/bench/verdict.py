@@ -319,11 +319,14 @@ def _starvation(client: WorkerHealth | None, around: Surroundings) -> str:
         waits.append(f"the server's threads waited {around.server_waited:.0%} of the time they had work")
     waited = "; ".join(waits) or "the server may have waited for them"
     cores = around.processors or 1
-    load = f"load {around.load:.1f} on {cores} core{'s' if cores > 1 else ''}"
+    here = f"{cores} core{'s' if cores > 1 else ''}"
+    load = f"load {around.load:.1f} on {here}"
     away = "or measure from another machine"
     if around.crowded:
         away = away if client is not None else "or measure when they are idle"
-        return f"{load}, other programs used {around.others:.1f} of them; {waited}. Close other programs, {away}."
+        return (
+            f"other programs used {around.others:.1f} of {here}, and {waited}. Close them (`top` names them), {away}."
+        )
     if around.server:
         first = "give the client the processors first (as root: `chrt -f 10 trtserve bench …`)"
         return f"client and server share this machine ({load}); {waited}. Send less at once, {first}, {away}."

@@ -195,12 +195,12 @@ def _is_short(table: Table | None) -> bool:
     return table is None and sys.stdout.isatty()
 
 
-def say_notes(reports: Sequence[BenchReport], say: Callable[[str], None], *, table: Table | None = "upstream") -> None:
+def say_notes(reports: Sequence[BenchReport], say: Callable[[str], None]) -> None:
     """Tell what a reader of the figures must know, what several runs have in common once, and at the end the result."""
-    from trtserve.bench.report import FEW_NOTE, SHORT_FEW_NOTE
+    from trtserve.bench.report import FEW_NOTE
 
     if any(report.few for report in reports):
-        say(SHORT_FEW_NOTE if _is_short(table) else FEW_NOTE)
+        say(FEW_NOTE)
     common = [note for note in reports[0].notes if all(note in report.notes for report in reports)]
     for note in common:
         say(f"note: {note}")

@@ -58,7 +58,7 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
     stages = _Stages(endpoint, metrics=metrics, out=results.out, progress=progress)
     reports = stages.all(spec, runs)
     _print(spec, runs, reports, stages.found, json=results.json)
-    say_notes(reports, progress.step, table="upstream" if runs.several else runs.table)
+    say_notes(reports, progress.step)
     if stages.found is not None:
         _say_found(stages.found, progress)
     interrupted = any(report.interrupted for report in reports)

@@ -24,7 +24,7 @@ from trtserve.cli.endpoint import Connection, find_endpoint
 from trtserve.cli.options import Fields, servers
 from trtserve.cli.output import print_block, print_data, print_error, print_piece, say, terminal, visible
 from trtserve.client.spec import LENGTH, REQUEST_OPTIONS, SAMPLING, QuerySpec, RequestOptions, option_value
-from trtserve.errors import ServerNotFoundError, TrtserveError, UsageError
+from trtserve.errors import ServerNotFoundError, ServerUnreachableError, TrtserveError, UsageError
 from trtserve.store import Store
 from trtserve.store.sources import DEMO, import_words
 
@@ -258,7 +258,7 @@ def converse(
             say("The demo model knows only a few hundred answers, all about machine learning. Try: What is ML?")
     lines = _typed() if interactive else map(str.rstrip, sys.stdin) if question is None else [question]
     for line in joined(iter(lines)):
-        command = f"/{line}" if interactive and line in ("exit", "quit") else line
+        command = f"/{line}" if interactive and line.strip() in ("exit", "quit", "help", "?") else line
         if command.startswith("/"):
             if not talk.obey(command):
                 break
@@ -358,6 +358,8 @@ class _Talk:
             if not self._interactive:
                 raise
             print_error(error)
+            if isinstance(error, ServerUnreachableError):
+                say("Your question is kept. When `trtserve status` says that the server is ready: /retry")
         else:
             if times.first is None:
                 say(
@@ -366,6 +368,9 @@ class _Talk:
                 )
             elif self._interactive:
                 _remark(_described(times))
+                if times.cut_at is not None:
+                    more = f"/set max_tokens {2 * times.cut_at}"
+                    say(f"The answer was cut at {times.cut_at} tokens. Say “Go on.”, or {more}, then /retry")
 
     @contextmanager
     def _printing(self) -> Iterator[Callable[[str], None]]:
@@ -411,6 +416,7 @@ class _Talk:
             "/stats": self._print_stats,
             "/help": lambda: print_block("\n".join(f"{name:<9}  {text}" for name, text in _COMMANDS.items())),
         }
+        actions["/?"] = actions["/help"]
         if command not in actions:
             close = get_close_matches(command, actions, n=1)
             say(f"There is no command {command}{f'; did you mean {close[0]}?' if close else '; /help lists them.'}")
@@ -439,6 +445,9 @@ class _Talk:
         name, *rest = re.split(r"[\s=]+", text, maxsplit=1)
         value = "".join(rest)
         name = name.lstrip("-").replace("-", "_")
+        if name == "system":
+            self._set_system(value.strip())
+            return
         options = dict(self._conversation.spec.options)
         if name not in REQUEST_OPTIONS:
             near = get_close_matches(name, REQUEST_OPTIONS, n=1)

@@ -129,7 +129,7 @@ def _measure(plan: SetupPlan, progress: Progress, *, json: bool) -> list[Benchma
         results.append(result)
         if not json:
             print_report(result.report, table=None)
-        say_notes([result.report], progress.step, table=None)
+        say_notes([result.report], progress.step)
         if result.report.interrupted:
             raise KeyboardInterrupt
     return results

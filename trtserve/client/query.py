@@ -219,6 +219,7 @@ class AnswerTimes:
     tokens: int | None
     """Generated tokens, or None where the server does not count them and for an answer that was stopped."""
     thought: float = 0.0  # the share of thoughts in the characters of the answer
+    cut_at: int | None = None  # the limit on tokens that ended the answer
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -285,7 +286,9 @@ class Conversation:
             raise
         self._remember(question, "".join(pieces))
         thought = 1 - len("".join(pieces)) / total if total and kept is not None else 0.0
-        times = AnswerTimes(seconds=time.monotonic() - begin, first=first, tokens=tokens, thought=max(0.0, thought))
+        seconds, limit = time.monotonic() - begin, self.spec.options.get("max_tokens")
+        cut_at = limit if limit is not None and tokens is not None and tokens >= limit else None
+        times = AnswerTimes(seconds=seconds, first=first, tokens=tokens, thought=max(0.0, thought), cut_at=cut_at)
         self.times.append(times)
         return self.times[-1]
 
