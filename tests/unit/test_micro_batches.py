@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -69,3 +71,18 @@ def test_every_sequence_keeps_its_tokens_blocks_and_logits() -> None:
         np.testing.assert_array_equal(inputs.token_ids[inputs.rows], whole.rows[part.rows] + 100)
     assert sequence == len(new)
     np.testing.assert_array_equal(np.sort(np.concatenate([part.rows for part in parts])), np.arange(len(new)))
+
+
+def test_steps_that_decode_are_divided_like_the_one_before() -> None:
+    decoding = step([1] * 10, [5] * 10)
+
+    def sizes(places: list[int], part_of: list[int]) -> list[int]:
+        inputs = replace(decoding, token_ids=-1 - np.array(places))
+        return [len(part.step.token_ids) for part in micro_batches(inputs, 2, least=1, part_of=np.array(part_of))]
+
+    # The first of 11 sequences has ended: none of the others moves to the other part.
+    assert sizes([*range(1, 11)], [0] * 5 + [1] * 6) == [4, 6]
+    # So many have ended that the parts would be too unequal.
+    assert sizes([*range(4, 14)], [0] * 7 + [1] * 7) == [5, 5]
+    # A token is known: the step before says nothing of its sequence.
+    assert sizes([-4, *range(9)], [0] * 7 + [1] * 3) == [5, 5]

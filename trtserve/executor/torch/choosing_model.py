@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trtserve.executor.engine.model import Chosen, Draws, StepInputs
+from trtserve.executor.engine.model import Chosen, Draws, PendingStep, StepInputs
 from trtserve.executor.torch.adapters import spans_of
-from trtserve.executor.torch.draw_words import DrawArrays, DrawWriter, choose_tokens
+from trtserve.executor.torch.draw_words import DrawArrays, DrawWriter, Words, choose_tokens
 from trtserve.executor.torch.model import TorchModel, decoding_apart, max_rows
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ class ChoosingTorchModel(TorchModel):
         self._allowed = torch.zeros((self.max_rows, words), dtype=torch.int32, device=self.device)
         self._chooser = self._make_chooser()
         self._graphs: DecodeGraphs | None = None
+        self._hidden: Tensor | None = None  # where captured steps of later stages read what the one before computed
         self._prompt_graphs: PromptGraphs | None = None
         self.plain_costs: list[float] = []
         self.brief_tokens = 0
@@ -111,46 +112,63 @@ class ChoosingTorchModel(TorchModel):
 
         return KernelSampler(self.max_rows, self.vocab_size, self.device).choose
 
-    def start(self, draws: Draws, step: StepInputs) -> PendingTorchStep:
+    def start(self, draws: Draws, step: StepInputs) -> PendingStep:
         return self.launch(self.arrays(draws), step)
 
     def arrays(self, draws: Draws) -> DrawArrays:
         return self._writer.write(draws)
 
-    def launch(self, draws: DrawArrays, step: StepInputs) -> PendingTorchStep:
+    def launch(self, draws: DrawArrays, step: StepInputs) -> PendingStep:
         """Send a step whose draws are arrays, as every rank of a group does.
 
         If it has guides, which depend on the tokens before it, only its logits are computed: `choose` follows.
         """
         with self.faults, torch.inference_mode():
-            for entry, tokens, numbers in draws.new_rows:
-                self._table[entry].zero_()
-                self._table[entry, self._copy(tokens)] = self._copy(numbers)
-            if self._graphs is not None and self._graphs.fits(step):
-                positions, long = step.positions, step.long_sequences
-                if long is not None and self.long_rope_beyond is not None:
-                    positions = positions + self.max_position * long
-                store, adapters = self.adapters, step.adapters
-                spans = None if store is None or adapters is None else spans_of(store.places(adapters))
-                # Tokens chosen with words of zeros change nothing else.
-                logits = self._graphs.replay(draws.words[: 0 if draws.guided else None], step, positions, spans)
-                return PendingTorchStep(self, draws, logits if draws.guided else self._fetch(draws, logits))
-            apart = decoding_apart(np.diff(step.subsequence_begins), step.past_lens) > 0
-            if self._prompt_graphs is not None and self._prompt_graphs.fits(step, apart=apart):
-                words = draws.words[: 0 if draws.guided else None]
-                logits = self._prompt_graphs.replay(words, step, *self.places(step))
-                return PendingTorchStep(self, draws, logits if draws.guided else self._fetch(draws, logits))
-            inputs = self.inputs(step)
-            if (step.token_ids < 0).any():
-                inputs = replace(inputs, token_ids=self._resolve(inputs.token_ids))
-            logits = self.compute(inputs)
-            return PendingTorchStep(self, draws, logits if draws.guided else self._chosen(draws, logits))
+            self._begin(draws)
+            logits = self._run(draws.words[: 0 if draws.guided else None], step)
+            return PendingTorchStep(self, draws, logits if draws.guided else self._fetch(draws, logits))
+
+    def _begin(self, draws: DrawArrays) -> None:
+        """Write what has occurred in sequences that are new in their slots."""
+        for entry, tokens, numbers in draws.new_rows:
+            self._table[entry].zero_()
+            self._table[entry, self._copy(tokens)] = self._copy(numbers)
+
+    def _run(self, words: Words, step: StepInputs) -> Tensor:
+        """Compute a step and choose a token for each of `words`; return its logits.
+
+        Tokens that a captured step chooses with words of zeros change nothing else.
+        """
+        if self._graphs is not None and self._graphs.fits(step):
+            return self._replay(self._graphs, words, step)
+        apart = decoding_apart(np.diff(step.subsequence_begins), step.past_lens) > 0
+        if self._prompt_graphs is not None and self._prompt_graphs.fits(step, apart=apart):
+            return self._prompt_graphs.replay(words, step, *self.places(step))
+        inputs = self.inputs(step)
+        if (step.token_ids < 0).any():
+            inputs = replace(inputs, token_ids=self._resolve(inputs.token_ids))
+        logits = self.compute(inputs)
+        if len(words):  # rows with draws come first
+            self._choose(logits[: len(words)], self._copy(words))
+        return logits
+
+    def _replay(self, graphs: DecodeGraphs, words: Words, step: StepInputs) -> Tensor:
+        positions, long = step.positions, step.long_sequences
+        if long is not None and self.long_rope_beyond is not None:
+            positions = positions + self.max_position * long
+        store, adapters = self.adapters, step.adapters
+        spans = None if store is None or adapters is None else spans_of(store.places(adapters))
+        return graphs.replay(words, step, positions, spans)
 
     def choose(self, logits: Tensor, draws: DrawArrays, allowed: npt.NDArray[np.uint32]) -> _Results:
         """Choose the tokens of a step with guides; see `PendingStep.choose`."""
         with self.faults, torch.inference_mode():
-            self._allowed[: len(allowed)] = self._copy(allowed.view(np.int32))
-            return self._chosen(draws, logits)
+            self._allow_and_choose(logits, draws, allowed)
+            return self._fetch(draws, logits)
+
+    def _allow_and_choose(self, logits: Tensor, draws: DrawArrays, allowed: npt.NDArray[np.uint32]) -> None:
+        self._allowed[: len(allowed)] = self._copy(allowed.view(np.int32))
+        self._choose(logits[: len(draws.words)], self._copy(draws.words))
 
     def warm_up(self) -> None:
         """Compile the kernels, and capture decode steps as CUDA graphs."""
@@ -161,7 +179,10 @@ class ChoosingTorchModel(TorchModel):
     def _capture(self) -> None:
         from trtserve.executor.torch.graphs import MOST_DRAFTED, DecodeGraphs, GraphRecorder, PromptGraphs
 
+        group = self._group
         with torch.inference_mode():
+            if group.stage:
+                self._hidden = torch.zeros((self.max_rows, self.hidden_size), dtype=self.decoder.dtype, device="cuda")
             graphs = DecodeGraphs(
                 rows=self.max_rows,
                 max_position=self.max_position,
@@ -171,8 +192,13 @@ class ChoosingTorchModel(TorchModel):
                 vocab=self.vocab_size,
                 chosen=self._tokens,
                 adapters=self.adapters,
-                compute=self.compute,
+                compute=self.compute_stage,
                 choose=self._choose,
+                parts=group.stages,
+                hidden=self._hidden,
+                outputs=None
+                if group.last_stage
+                else torch.empty((self.max_rows, self.hidden_size), dtype=self.decoder.dtype, device="cuda"),
             )
             prompt_graphs = PromptGraphs(
                 most=self._captured_tokens,
@@ -196,13 +222,6 @@ class ChoosingTorchModel(TorchModel):
     def _choose(self, logits: Tensor, words: Tensor) -> None:
         rows = len(logits)
         self._chooser(logits, words, self._table, self._allowed, self._tokens[:rows], self._log_probs[:rows])
-
-    def _chosen(self, draws: DrawArrays, logits: Tensor) -> _Results:
-        """Choose the tokens of a step that is not captured."""
-        chosen_from = len(draws.words)  # rows with draws come first
-        if chosen_from:
-            self._choose(logits[:chosen_from], self._copy(draws.words))
-        return self._fetch(draws, logits)
 
     def _resolve(self, ids: Tensor) -> Tensor:
         """Replace ids of -1 - n by the token that was chosen for row n; a failed row's is any token."""

@@ -64,6 +64,8 @@ class Inputs:
     prompt_table: Tensor | None = None
     adapters: Adapters | None = None
     states: StepStates | None = None
+    hidden: Tensor | None = None
+    """[t, hidden], what the stage before computed; None on the first."""
 
     @property
     def prompts(self) -> int:
@@ -285,7 +287,7 @@ class TorchDecoder:
     # A step
 
     def forward(self, inputs: Inputs, caches: Sequence[LayerCache]) -> Tensor:
-        """Return logits f32[r, vocab]; on stages before the last, which send hidden states, f32[0, vocab].
+        """Return logits f32[r, vocab], on stages before the last hidden states [t, hidden].
 
         `caches` are those of this rank's layers: keys and values, or the tables of states.
         """
@@ -315,8 +317,7 @@ class TorchDecoder:
             if layer.scale != 1.0:
                 hidden, residual = (hidden if residual is None else hidden + residual) * layer.scale, None
         if not self._is_last:
-            self._group.send(hidden if residual is None else hidden + residual)
-            return torch.empty(0, self._sizes.vocab, device=hidden.device)
+            return hidden if residual is None else hidden + residual
         if last < 0 and inputs.rows is not None:
             hidden = (hidden if residual is None else hidden + residual)[inputs.rows]
             residual = None
@@ -340,9 +341,8 @@ class TorchDecoder:
 
     def _enter(self, inputs: Inputs) -> Tensor:
         """Return the hidden states that the first layer of this stage takes: [t, hidden]."""
-        if not self._is_first:
-            shape = len(inputs.token_ids), self._sizes.hidden
-            return self._group.receive(torch.empty(shape, dtype=self.dtype, device=self._like.device))
+        if inputs.hidden is not None:
+            return inputs.hidden
         ids, table = inputs.token_ids, inputs.prompt_table
         hidden = self._tokens(ids if table is None else ids.clamp(max=self._sizes.vocab - 1))
         if table is not None:

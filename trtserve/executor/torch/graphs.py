@@ -102,7 +102,9 @@ class DecodeGraphs:
     """Captured decode steps of up to `rows` sequences, for engines with adapters without and with them.
 
     spare_state: the model's own row of states, None if it has none. compute: the logits of a step. choose: writes the
-    chosen tokens of logits and words.
+    chosen tokens of logits and words. parts: how many follow each other in a step. hidden [rows, hidden]: where a later
+    stage of a pipeline receives what it computes from. outputs: where hidden states of stages before the last are
+    written, instead of logits.
     """
 
     def __init__(
@@ -118,6 +120,9 @@ class DecodeGraphs:
         adapters: AdapterStore | None,
         compute: Callable[[Inputs], Tensor],
         choose: Callable[[Tensor, Tensor], None],
+        parts: int = 1,
+        hidden: Tensor | None = None,
+        outputs: Tensor | None = None,
     ) -> None:
         self._page = page
         self._spare_place = spare_block * page
@@ -130,10 +135,11 @@ class DecodeGraphs:
         self._choose = choose
         words = rows * (STEP_WORDS + self._blocks)
         self._packed = torch.zeros(words, dtype=torch.int32, device=chosen.device)
-        # Two are enough: a step is only packed when the one before the last has been computed.
-        self._staging = [torch.zeros(words, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+        # Two for each part are enough: a step is only packed when the one before the last has been computed.
+        self._staging = [torch.zeros(words, dtype=torch.int32, pin_memory=True) for _ in range(2 * parts)]
+        self._hidden = hidden
         # Logits of its own for every graph would be gigabytes.
-        self.logits = torch.empty((rows, vocab), dtype=torch.float32, device=chosen.device)
+        self.logits = torch.empty((rows, vocab), device=chosen.device) if outputs is None else outputs
         # Without and with adapters, by the number of rows.
         self._captured: dict[bool, dict[int, Any]] = {adapted: {} for adapted in (False, True)[: 2 if adapters else 1]}
 
@@ -179,6 +185,7 @@ class DecodeGraphs:
             else None,
             # Rows of padding have no tokens, others always their own.
             states=None if self._spare_state is None else StepStates(words[:, STATE].long(), lengths <= 1, []),
+            hidden=None if self._hidden is None else self._hidden[:size],
         )
         logits = self.logits[:size]
         logits.copy_(self._compute(step))
@@ -204,7 +211,7 @@ class DecodeGraphs:
         """
         rows, captured = len(step.rows), self._captured[spans is not None]
         size = next(size for size in sorted(captured) if size >= rows)
-        self._staging.reverse()
+        self._staging.append(self._staging.pop(0))
         staging = self._staging[0].numpy()
         words = staging[: size * STEP_WORDS].reshape(size, STEP_WORDS)
         words[:, :] = 0

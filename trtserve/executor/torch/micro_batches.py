@@ -20,16 +20,24 @@ class MicroBatch:
     """Where its logits belong among those of the whole step."""
 
 
-def micro_batches(step: StepInputs, count: int, *, least: int) -> list[MicroBatch]:
+def micro_batches(
+    step: StepInputs, count: int, *, least: int, part_of: npt.NDArray[np.intp] | None = None
+) -> list[MicroBatch]:
     """Return `count` parts with about as many tokens each; fewer where they would have less than `least` tokens.
 
-    A sequence is not divided.
+    A sequence is not divided. `part_of` has the part of each row of the step before: a step that only decodes is
+    divided likewise while its parts stay about equal, so that none needs tokens of another part.
     """
     begins = step.subsequence_begins
     tokens, sequences = int(begins[-1]), len(begins) - 1
     count = min(count, sequences, max(1, tokens // least))
     shares = tokens * np.arange(1, count) / count
     nearest = np.abs(begins[:, None] - shares).argmin(0)
+    places = -1 - step.token_ids
+    if part_of is not None and tokens == sequences and ((places >= 0) & (places < len(part_of))).all():
+        parts = part_of[places]
+        as_before = np.array([(parts <= number).sum() for number in range(count - 1)], nearest.dtype)
+        nearest = np.where(np.abs(as_before - nearest) <= max(1, sequences // 8), as_before, nearest)
     edges = np.unique([0, *nearest, sequences])
     return [_part(step, int(first), int(end)) for first, end in pairwise(edges)]
 

@@ -67,6 +67,7 @@ class TorchModel:
         """
         build, sizes = config.build, Sizes.of(config.model)
         self.device = device
+        self._group = group
         self.kv_memory_fraction = MOST_FREE_FRACTION if device == "cuda" else DEFAULT_FREE_FRACTION
         self.vocab_size = sizes.vocab
         self.hidden_size = sizes.hidden
@@ -165,7 +166,21 @@ class TorchModel:
             return self._fetch_logits(self.compute(self.inputs(step)))
 
     def compute(self, inputs: Inputs) -> Tensor:
-        """Return the logits of a step, on the device."""
+        """Return the logits of a step, on the device: f32[r, vocab]; on stages before the last f32[0, vocab]."""
+        group = self._group
+        if group.stage:
+            hidden = torch.empty(
+                (len(inputs.token_ids), self.hidden_size), dtype=self.decoder.dtype, device=self.device
+            )
+            inputs = replace(inputs, hidden=group.receive(hidden))
+        output = self.compute_stage(inputs)
+        if group.last_stage:
+            return output
+        group.send(output)
+        return torch.empty((0, self.vocab_size), dtype=torch.float32, device=self.device)
+
+    def compute_stage(self, inputs: Inputs) -> Tensor:
+        """Return what `TorchDecoder.forward` gives; `inputs` have what the stage before computed."""
         return self.decoder.forward(inputs, self.caches)
 
     def inputs(self, step: StepInputs) -> Inputs:

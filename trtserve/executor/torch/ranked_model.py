@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,8 @@ from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.torch import model
 from trtserve.executor.torch.choosing_model import ChoosingTorchModel
 from trtserve.executor.torch.draw_words import DrawArrays
-from trtserve.executor.torch.micro_batches import micro_batches
-from trtserve.executor.torch.model import TorchModel
 from trtserve.executor.torch.ranks import Ranks, join
+from trtserve.executor.torch.staged_model import StagedModel
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +33,6 @@ _Owner: TypeAlias = "npt.NDArray[np.int64]"
 # A step without its adapters, which token has which, and their weights if the other ranks do not have them.
 _Described: TypeAlias = "tuple[StepInputs, _Owner | None, AdapterStack | None]"
 
-# A part of a step has at least this many tokens. With fewer, a GPU reads its weights as long as for all of them.
-_LEAST_TOKENS: Final = {"cpu": 8, "cuda": 256}
 # mpirun reports the rank that ends first, which should be the one that is the reason for the end.
 _LAST_WORDS = 1.0
 
@@ -51,7 +48,7 @@ class RankedModel:
     plain_costs: Sequence[float] = ()
     brief_tokens = 0
 
-    def __init__(self, model: TorchModel, ranks: Ranks) -> None:
+    def __init__(self, model: ChoosingTorchModel, ranks: Ranks) -> None:
         self._model = model
         self._ranks = ranks
         self._stack: AdapterStack | None = None
@@ -67,26 +64,9 @@ class RankedModel:
         self.bytes_per_block = -ranks.smallest(-model.bytes_per_block)
         self._free_memory = ranks.smallest(model.free_memory())
 
-    def _compute(self, step: StepInputs) -> npt.NDArray[Any]:
-        """Compute a step together with the other ranks; the logits are those of the step on rank 0 only."""
-        model, ranks = self._model, self._ranks
-        if ranks.stages == 1:
-            return model.forward(step)
-        rows = len(step.rows)
-        with torch.inference_mode():
-            logits = torch.empty(rows, self.vocab_size, dtype=torch.float32, device=ranks.device)
-            for part in micro_batches(step, ranks.stages, least=_LEAST_TOKENS[model.device]):
-                computed = model.compute(model.inputs(part.step))
-                if ranks.last_stage:
-                    logits[torch.from_numpy(part.rows).to(ranks.device)] = computed
-            # Logits follow after all hidden states: on a GPU, both would wait for each other in one stream.
-            if rows:
-                ranks.bring_to_first(logits)
-            return np.asarray(logits.cpu())
-
 
 class LeadingModel(RankedModel):
-    """Rank 0, which the executor calls; implements `ModelRunner`."""
+    """Rank 0, which the executor calls; implements `ChoosingModel`."""
 
     def free_memory(self) -> int:
         """Return the free memory of the rank that has least."""
@@ -107,11 +87,22 @@ class LeadingModel(RankedModel):
         self._tell("warm_up")
         self._model.warm_up()
 
+    def start(self, draws: Draws, step: StepInputs) -> PendingStep:
+        """Send a step on all ranks."""
+        arrays = self._model.arrays(draws)
+        with _all_or_none():
+            self._tell("launch", arrays, *self._described(step))
+            return _RankedStep(self, self._model.launch(arrays, step))
+
+    def choose(self, pending: PendingStep, allowed: npt.NDArray[np.uint32]) -> None:
+        """Let all ranks choose the tokens of the step that was started last; see `PendingStep.choose`."""
+        with _all_or_none():
+            self._tell("choose", allowed)
+            pending.choose(allowed)
+
     def forward(self, step: StepInputs) -> npt.NDArray[Any]:
         """Compute a step on all ranks."""
-        with _all_or_none():
-            self._tell("step", *self._described(step))
-            return self._compute(step)
+        return self.start(Draws(), step).result().logits
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy a block of the cache on every rank."""
@@ -140,32 +131,11 @@ class LeadingModel(RankedModel):
         self._ranks.tell(pickle.dumps((name, arguments), protocol=pickle.HIGHEST_PROTOCOL))
 
 
-class LeadingChooser(LeadingModel):
-    """Rank 0 of a model without pipeline stages, where all ranks choose the same tokens; implements `ChoosingModel`."""
-
-    def __init__(self, model: ChoosingTorchModel, ranks: Ranks) -> None:
-        super().__init__(model, ranks)
-        self._chooser = model
-
-    def start(self, draws: Draws, step: StepInputs) -> PendingStep:
-        """Send a step on all ranks."""
-        arrays = self._chooser.arrays(draws)
-        with _all_or_none():
-            self._tell("launch", arrays, *self._described(step))
-            return _RankedStep(self, self._chooser.launch(arrays, step))
-
-    def choose(self, pending: PendingStep, allowed: npt.NDArray[np.uint32]) -> None:
-        """Let all ranks choose the tokens of the step that was started last; see `PendingStep.choose`."""
-        with _all_or_none():
-            self._tell("choose", allowed)
-            pending.choose(allowed)
-
-
 @dataclass(frozen=True, slots=True)
 class _RankedStep:
     """A step of all ranks: `PendingStep`."""
 
-    model: LeadingChooser
+    model: LeadingModel
     own: PendingStep
 
     def choose(self, allowed: npt.NDArray[np.uint32]) -> None:
@@ -189,7 +159,7 @@ def _all_or_none() -> Iterator[None]:
 class FollowingModel(RankedModel):
     """Any other rank; implements `Follower`."""
 
-    def __init__(self, model: TorchModel, ranks: Ranks) -> None:
+    def __init__(self, model: ChoosingTorchModel, ranks: Ranks) -> None:
         super().__init__(model, ranks)
         self._pending: deque[PendingStep] = deque(maxlen=2)
 
@@ -197,9 +167,7 @@ class FollowingModel(RankedModel):
         """Compute what rank 0 computes, until rank 0 ends."""
         while (message := self._ranks.hear()) is not None:
             name, arguments = pickle.loads(message)  # the connection to rank 0 is authenticated
-            if name == "step":
-                self._compute(self._restored(*arguments))
-            elif name == "launch":
+            if name == "launch":
                 self._launch(*arguments)
             elif name == "choose":
                 self._pending[-1].choose(*arguments)
@@ -211,8 +179,7 @@ class FollowingModel(RankedModel):
         # Rank 0 never has more than two steps on their way either.
         if len(self._pending) == self._pending.maxlen:
             self._pending[0].result()
-        chooser = cast("ChoosingTorchModel", self._model)
-        self._pending.append(chooser.launch(arrays, self._restored(*described)))
+        self._pending.append(self._model.launch(arrays, self._restored(*described)))
 
     def _restored(self, step: StepInputs, owner: _Owner | None, stack: AdapterStack | None) -> StepInputs:
         self._stack = stack or self._stack
@@ -230,8 +197,6 @@ def load_model(engine: Path, options: EngineOptions) -> ModelRunner | Follower:
         gpu = options.device_ids[0] if options.device_ids else None
         return model.load_model(engine, windows, model_class=ChoosingTorchModel, gpu=gpu)
     ranks = join(tp_size, stages, content.trtserve.device, options.device_ids)
-    if stages > 1:
-        part = model.load_model(engine, windows, ranks)
-        return LeadingModel(part, ranks) if ranks.rank == 0 else FollowingModel(part, ranks)
-    chooser = cast("ChoosingTorchModel", model.load_model(engine, windows, ranks, model_class=ChoosingTorchModel))
-    return LeadingChooser(chooser, ranks) if ranks.rank == 0 else FollowingModel(chooser, ranks)
+    kind = ChoosingTorchModel if stages == 1 else StagedModel
+    part = cast("ChoosingTorchModel", model.load_model(engine, windows, ranks, model_class=kind))
+    return LeadingModel(part, ranks) if ranks.rank == 0 else FollowingModel(part, ranks)

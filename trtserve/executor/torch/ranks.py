@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import socket
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
@@ -41,6 +42,11 @@ class RankGroup:
     stages: int = 1
     stage: int = 0
 
+    @property
+    def last_stage(self) -> bool:
+        """Whether this rank computes logits."""
+        return self.stage == self.stages - 1
+
     def all_reduce(self, part: Tensor) -> Tensor:
         """Return the sum of the tensor-parallel ranks' `part`, which may be overwritten."""
         return part
@@ -59,6 +65,42 @@ class RankGroup:
 
 
 ALONE = RankGroup()
+
+
+class AwaitedTensor:
+    """A tensor on its way from another rank; on GPUs the current stream at its making waits for it, no other."""
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, source: int, group: Any
+    ) -> None:
+        self._tensor = torch.empty(shape, dtype=dtype, device=device)
+        self._work = dist.irecv(self._tensor, source, group=group)
+        self._host, self._arrived = self._tensor, None
+        if device.type == "cuda":
+            self._work.wait()
+            self._host = torch.empty(shape, dtype=dtype, pin_memory=True)
+            self._host.copy_(self._tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+            self._work = None
+
+    def on_device(self) -> Tensor:
+        """Return the tensor; on GPUs the current stream waits for it, and not the host."""
+        if self._arrived is None:
+            return self.on_host()
+        stream = torch.cuda.current_stream()
+        stream.wait_event(self._arrived)
+        self._tensor.record_stream(stream)
+        return self._tensor
+
+    def on_host(self) -> Tensor:
+        """Return the tensor in memory of the host as soon as it is there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        elif self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._host
 
 
 class Ranks(RankGroup):
@@ -81,6 +123,10 @@ class Ranks(RankGroup):
         # Every rank has to take part in making each group.
         groups = [dist.new_group([*range(first, first + tp_size)]) for first in range(0, self.size, tp_size)]
         self._tp = groups[self.stage]
+        # Each direction between stages has a group, and so a communicator, of its own: neither waits for the other.
+        self._forward, self._back = (dist.new_group() if stages > 1 else None for _ in range(2))
+        self._stream = torch.cuda.Stream(device) if stages > 1 and device.type == "cuda" else None
+        self._sent = deque[tuple[Any, Tensor]]()
         self._sums: OneShotSums | None = None
         first = self.stage * tp_size
         if tp_size > 1 and device.type == "cuda" and len(set(hosts[first : first + tp_size])) == 1:
@@ -102,24 +148,30 @@ class Ranks(RankGroup):
         return gathered.view(self.tp_size, rows, columns).transpose(0, 1).reshape(rows, self.tp_size * columns)
 
     def send(self, hidden: Tensor) -> None:
-        dist.send(hidden.contiguous(), self.rank + self.tp_size)
+        self._post(hidden, self.rank + self.tp_size, self._forward)
 
     def receive(self, hidden: Tensor) -> Tensor:
-        dist.recv(hidden, self.rank - self.tp_size)
+        dist.recv(hidden, self.rank - self.tp_size, group=self._forward)
         return hidden
 
-    @property
-    def last_stage(self) -> bool:
-        """Whether this rank computes logits."""
-        return self.stage == self.stages - 1
+    def send_to_first(self, tensor: Tensor) -> None:
+        """Send a tensor to the same tensor-parallel rank of the first stage."""
+        self._post(tensor, self.tp_rank, self._back)
 
-    def bring_to_first(self, logits: Tensor) -> None:
-        """Fill `logits` on rank 0 with those of the last stage, whose ranks all have the same."""
-        source = self.size - self.tp_size
-        if source and self.rank == source:
-            dist.send(logits.contiguous(), 0)
-        elif source and self.rank == 0:
-            dist.recv(logits, source)
+    def expect(self, shape: tuple[int, ...], dtype: torch.dtype) -> AwaitedTensor:
+        """Receive, on the first stage, what the last one sends there."""
+        if self._stream is None:
+            return AwaitedTensor(shape, dtype, self.device, self.size - self.tp_size + self.tp_rank, self._back)
+        with torch.cuda.stream(self._stream):
+            return AwaitedTensor(shape, dtype, self.device, self.size - self.tp_size + self.tp_rank, self._back)
+
+    def _post(self, tensor: Tensor, target: int, group: Any) -> None:
+        """Send without waiting: the receiver may be waiting for this rank elsewhere."""
+        tensor = tensor.contiguous()
+        self._sent.append((dist.isend(tensor, target, group=group), tensor))
+        # What was sent two steps ago has arrived, or will without this rank.
+        if len(self._sent) > 4 * self.stages:
+            self._sent.popleft()[0].wait()
 
     def smallest(self, value: int) -> int:
         lowest = torch.tensor(value, dtype=torch.int64, device=self.device)
