@@ -7,6 +7,7 @@ On a machine with GPUs TRTSERVE_TEST_DEVICE=cuda runs the same tests with NCCL, 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -135,6 +136,10 @@ def test_ranks_answer_like_one(root: Path, expected: list[list[int]], tp: int, p
         assert answers(server) == expected
         # A second round finds the cache as the first one left it.
         assert answers(server) == expected
+        threads = list(map(int, re.findall(r"has joined .*, (\d+) threads", server.instances[0].log.read_text())))
+    assert len(threads) == tp * pp
+    if DEVICE == "cpu":  # more threads than cores wait for each other: four ranks on two cores took ten times as long
+        assert sum(threads) <= max(tp * pp, len(os.sched_getaffinity(0)))
 
 
 @pytest.mark.parametrize("ranks", [2, *([8] if MANY else [])])

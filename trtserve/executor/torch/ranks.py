@@ -224,7 +224,9 @@ def join(tp_size: int, stages: int, device: Device, gpus: Sequence[int] | None) 
             f"srun {wanted} processes"
         )
     logger.info("Rank %d of %d waits for the others", rank, size)
-    hosts: list[str] = world.allgather(socket.gethostname())
+    own_cores = socket.gethostname(), sorted(os.sched_getaffinity(0))
+    cores: list[tuple[str, list[int]]] = world.allgather(own_cores)
+    hosts = [host for host, _ in cores]
     place = _device(device, gpus, rank=rank, local_rank=hosts[:rank].count(hosts[rank]))
     listener = store = None
     if rank == 0:
@@ -251,6 +253,8 @@ def join(tp_size: int, stages: int, device: Device, gpus: Sequence[int] | None) 
         _send_at_once(each)
     if place.type == "cuda":
         torch.cuda.set_device(place)
+    elif "OMP_NUM_THREADS" not in os.environ:  # more threads than cores wait for each other after every operation
+        torch.set_num_threads(max(1, torch.get_num_threads() // cores.count(own_cores)))
     dist.init_process_group(
         "nccl" if place.type == "cuda" else "gloo",
         store=store,
@@ -258,7 +262,8 @@ def join(tp_size: int, stages: int, device: Device, gpus: Sequence[int] | None) 
         world_size=size,
         device_id=place if place.type == "cuda" else None,
     )
-    logger.info("Rank %d of %d has joined the others on %s, device %s", rank, size, hosts[rank], place)
+    where, threads = hosts[rank], torch.get_num_threads()
+    logger.info("Rank %d of %d has joined the others on %s, device %s, %d threads", rank, size, where, place, threads)
     return Ranks(rank, tp_size, stages, place, connections, hosts)
 
 
