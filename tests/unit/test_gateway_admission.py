@@ -38,6 +38,7 @@ from trtserve.process import ProcessId
 from trtserve.specs import ServerSpec
 
 _NOBODY = Backend(Endpoint())
+_NO_KEY = "Send the API key of this server in the header Authorization: Bearer KEY."
 
 
 @pytest.mark.parametrize("path", [str(getattr(each, "path", "")) for each in openai_router(_NOBODY, Measures()).routes])
@@ -51,10 +52,12 @@ def test_every_path_of_an_api_needs_the_key_and_says_so_in_its_form(path: str, t
         content = answer.json()
         if path.startswith("/v1/messages"):
             assert (content["type"], content["error"]["type"]) == ("error", "authentication_error")
+            assert content["error"]["message"] == _NO_KEY
         elif path.startswith("/api/"):
             assert isinstance(content["error"], str)
         else:
-            assert content["error"]["type"] == "authentication_error"
+            found = (content["error"]["type"], content["error"]["code"], content["error"]["message"])
+            assert found == ("authentication_error", "invalid_api_key", _NO_KEY)
 
 
 def test_an_error_that_nobody_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

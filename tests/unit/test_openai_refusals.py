@@ -36,6 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"temperatur": 1}, 400, "Unrecognized request argument supplied: temperatur", "temperatur"),
         ({"temperature": 3}, 400, "less than or equal to 2", "temperature"),
         ({"temperature": "hot"}, 400, "number", "temperature"),
+        ({"repetition_penalty": 1e300}, 400, "less than or equal to 1000000000", "repetition_penalty"),
+        ({"repetition_penalty": 1e-300}, 400, "greater than or equal to 0.000000001", "repetition_penalty"),
         ({"n": 0}, 400, "greater than or equal to 1", "n"),
         ({"suffix": "x"}, 400, "does not fill gaps", "suffix"),
         ({"min_p": 1.1}, 400, "less than or equal to 1", "min_p"),

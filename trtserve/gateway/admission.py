@@ -65,7 +65,7 @@ class Access:
             raise RefusedError(403, "pages of other sites may not use this server")
         keys = [key for key in (self._key, self._admin_key) if key is not None]
         if self._key is not None and path not in OPEN_PATHS and not _has_key(headers, keys):
-            text = "send the API key of this server: Authorization: Bearer KEY"
+            text = "Send the API key of this server in the header Authorization: Bearer KEY."
             raise RefusedError(401, text, headers={"www-authenticate": "Bearer"})
 
     def knows(self, head: bytes) -> bool:

@@ -156,6 +156,10 @@ CALLABLE = ValueType(_callable)
 ANY = ValueType(lambda value: value)
 
 
+LARGEST = 10**9
+"""Most of a number that scales logits or scores, or that is added to them; the options of `query` have the same."""
+
+
 def positive(value: Any) -> str | None:
     """Check that a value is above zero."""
     return None if value > 0 else "greater than 0"
@@ -169,6 +173,14 @@ def not_negative(value: Any) -> str | None:
 def within(low: float, high: float) -> Callable[[Any], str | None]:
     """Return a check that a value is between `low` and `high`, both included."""
     return lambda value: None if low <= value <= high else f"between {low} and {high}"
+
+
+def divisor(value: Any) -> str | None:
+    """Check what logits are divided by: they stay finite."""
+    if value <= 0:
+        return positive(value)
+    # Not 1e-9 itself, which float32 rounds down.
+    return None if 0.999e-9 <= value <= LARGEST else f"between 1e-09 and {LARGEST}"
 
 
 def above_zero_to_one(value: Any) -> str | None:

@@ -19,6 +19,7 @@ from trtserve.executor.interface.records import (
     DURATION,
     FLOAT,
     INT,
+    LARGEST,
     LONG,
     TEXT,
     TOKENS,
@@ -26,6 +27,7 @@ from trtserve.executor.interface.records import (
     Field,
     Record,
     above_zero_to_one,
+    divisor,
     instance_of,
     list_of,
     made,
@@ -62,9 +64,9 @@ class SamplingConfig(Record, writable=True):
     min_tokens = Field[int | None](OPT_INT, None, check=not_negative)
     min_length = Field[int | None](OPT_INT, None, alias="min_tokens")
     beam_search_diversity_rate = Field[float | None](OPT_FLOAT, None, check=not_negative)
-    repetition_penalty = Field[float | None](OPT_FLOAT, None, check=positive)
-    presence_penalty = Field[float | None](OPT_FLOAT, None)
-    frequency_penalty = Field[float | None](OPT_FLOAT, None)
+    repetition_penalty = Field[float | None](OPT_FLOAT, None, check=divisor)
+    presence_penalty = Field[float | None](OPT_FLOAT, None, check=within(-LARGEST, LARGEST))
+    frequency_penalty = Field[float | None](OPT_FLOAT, None, check=within(-LARGEST, LARGEST))
     length_penalty = Field[float | None](OPT_FLOAT, None, check=not_negative)
     early_stopping = Field[int | None](OPT_INT, None, check=not_negative)
     no_repeat_ngram_size = Field[int | None](OPT_INT, None, check=not_negative)

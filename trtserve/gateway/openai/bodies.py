@@ -161,7 +161,7 @@ class Sampling(Body):
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
-    repetition_penalty: float | None = Field(None, gt=0)
+    repetition_penalty: float | None = Field(None, ge=1e-9, le=1e9)
     stop_token_ids: Listed[TokenId] = Field(default_factory=list, max_length=_MOST_STOP_IDS)
     ignore_eos: bool = False
     return_token_ids: bool = False

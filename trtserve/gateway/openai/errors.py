@@ -77,7 +77,8 @@ def error_content(path: str, status: int, text: str) -> object:
             "error": {"type": _MESSAGES_TYPES.get(status, "invalid_request_error"), "message": text},
         }
     if path.startswith("/v1/") or path in TOKENS:
-        return {"error": {"message": text, "type": error_type(status), "param": None, "code": None}}
+        code = "invalid_api_key" if status == 401 else None
+        return {"error": {"message": text, "type": error_type(status), "param": None, "code": code}}
     return {"error": text}
 
 
