@@ -5,6 +5,7 @@ Every parameter is declared once, with its type (`ValueType`). The classes accep
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -157,7 +158,7 @@ ANY = ValueType(lambda value: value)
 
 
 LARGEST = 10**9
-"""Most of a number that scales logits or scores, or that is added to them; the options of `query` have the same."""
+"""Most of a number that scales logits or is added to them; the options of `query` have the same."""
 
 
 def positive(value: Any) -> str | None:
@@ -176,11 +177,15 @@ def within(low: float, high: float) -> Callable[[Any], str | None]:
 
 
 def divisor(value: Any) -> str | None:
-    """Check what logits are divided by: they stay finite."""
-    if value <= 0:
-        return positive(value)
+    """Check what logits are divided by: they stay finite. The executor refuses what is infinite itself."""
     # Not 1e-9 itself, which float32 rounds down.
-    return None if 0.999e-9 <= value <= LARGEST else f"between 1e-09 and {LARGEST}"
+    in_range = not value > 0 or math.isinf(value) or 0.999e-9 <= value <= LARGEST
+    return positive(value) if in_range else f"between 1e-09 and {LARGEST}"
+
+
+def addend(value: Any) -> str | None:
+    """Check what is added to logits: they stay finite. The executor refuses what is no finite number itself."""
+    return None if not math.isfinite(value) or abs(value) <= LARGEST else f"between {-LARGEST} and {LARGEST}"
 
 
 def above_zero_to_one(value: Any) -> str | None:

@@ -19,7 +19,6 @@ from trtserve.executor.interface.records import (
     DURATION,
     FLOAT,
     INT,
-    LARGEST,
     LONG,
     TEXT,
     TOKENS,
@@ -27,6 +26,7 @@ from trtserve.executor.interface.records import (
     Field,
     Record,
     above_zero_to_one,
+    addend,
     divisor,
     instance_of,
     list_of,
@@ -65,8 +65,8 @@ class SamplingConfig(Record, writable=True):
     min_length = Field[int | None](OPT_INT, None, alias="min_tokens")
     beam_search_diversity_rate = Field[float | None](OPT_FLOAT, None, check=not_negative)
     repetition_penalty = Field[float | None](OPT_FLOAT, None, check=divisor)
-    presence_penalty = Field[float | None](OPT_FLOAT, None, check=within(-LARGEST, LARGEST))
-    frequency_penalty = Field[float | None](OPT_FLOAT, None, check=within(-LARGEST, LARGEST))
+    presence_penalty = Field[float | None](OPT_FLOAT, None, check=addend)
+    frequency_penalty = Field[float | None](OPT_FLOAT, None, check=addend)
     length_penalty = Field[float | None](OPT_FLOAT, None, check=not_negative)
     early_stopping = Field[int | None](OPT_INT, None, check=not_negative)
     no_repeat_ngram_size = Field[int | None](OPT_INT, None, check=not_negative)
