@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,6 +58,8 @@ class Scripted:
         self.modalities = ["text"]
         self.defaults: dict[str, float] = {}
         self.reason = "stop"
+        self.waits = False
+        self.waiting: list[Any] = []
         (route,) = (each for each in page_router(AGAIN).routes if isinstance(each, APIRoute))
         self._page: Response = asyncio.run(route.endpoint())
         self.generated = 0
@@ -76,6 +79,9 @@ class Scripted:
         elif path == "metrics":
             route.fulfill(body=f'nv_trtserve_tokens_total{{token_type="generated"}} {self.generated}\n')
         else:
+            if self.waits:
+                self.waiting.append(route)
+                return
             self.asked.append(json.loads(route.request.post_data)["messages"])
             if self.refusal:
                 route.fulfill(status=400, json={"error": self.refusal})
@@ -358,6 +364,59 @@ def test_an_answer_without_text_says_why(page: Any, server: Scripted, reason: st
     assert said in foot.text_content()
     assert "tokens/s" not in foot.text_content()
     assert foot.get_by_role("button", name="Retry").is_visible()
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_an_answer_that_its_limit_on_tokens_cut_says_how_to_go_on(page: Any, server: Scripted, reason: str) -> None:
+    server.reason, server.parts = reason, [{"content": "Once upon"}]
+    ask(page, "A story")
+    foot = page.locator(".assistant footer span").text_content()
+    assert foot.startswith("7 tokens, ")
+    assert ("Cut by the limit on tokens: ask “Go on.”" in foot) == (reason == "length")
+
+
+def test_a_pause_is_told_of_while_it_lasts(page: Any, server: Scripted) -> None:
+    page.clock.install()
+    server.waits, server.parts = True, [{"content": "At last"}]
+    page.keyboard.type("Hi")
+    page.keyboard.press("Enter")
+    wait_until(lambda: page.evaluate("true") and bool(server.waiting))
+    foot = page.locator(".assistant footer")
+    page.clock.fast_forward(3000)
+    assert "No tokens" not in foot.text_content()
+    page.clock.fast_forward(9000)
+    said = re.fullmatch(r"No tokens for (\d+) s\. Esc or Stop ends the answer\.", foot.text_content())
+    assert said is not None
+    assert int(said[1]) >= 12
+    server.waits = False
+    server.handle(server.waiting.pop())
+    page.get_by_text("At last").wait_for()
+    wait_until(lambda: "7 tokens" in foot.text_content())
+    page.clock.fast_forward(9000)
+    assert "No tokens" not in foot.text_content()
+
+
+def test_keys_send_break_lines_and_stop(page: Any, server: Scripted) -> None:
+    server.waits = True
+    page.keyboard.type("one")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("two")
+    assert not server.waiting
+    assert page.locator("#question").input_value() == "one\ntwo"
+    page.keyboard.press("Enter")
+    wait_until(lambda: page.evaluate("true") and bool(server.waiting))
+    page.keyboard.press("Escape")
+    page.locator(".assistant footer", has_text="stopped").wait_for()
+    assert page.locator("#send").is_visible()
+    assert page.evaluate("document.activeElement.id") == "question"
+
+
+def test_a_long_question_scrolls_in_its_own_box(page: Any, server: Scripted) -> None:
+    server.parts = [{"content": "Hello"}]
+    page.locator("#question").fill("a line\n" * 200)
+    ask(page, "end")
+    height, whole = page.evaluate("(b => [b.clientHeight, b.scrollHeight])(document.querySelector('.user .words'))")
+    assert height <= 0.4 * 720 < whole
 
 
 def test_settings_show_what_the_model_does_by_default(page: Any, server: Scripted) -> None:

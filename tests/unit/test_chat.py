@@ -23,7 +23,7 @@ from rich.console import Console
 from trtserve.cli import output, run
 from trtserve.cli.chat import MarkdownAnswer, PlainAnswer, _typed, complete_blocks, silent_keyboard, typed_ahead
 from trtserve.client import query
-from trtserve.client.answer import Generation
+from trtserve.client.answer import GeneratedSequence, Generation
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.query import Conversation
 from trtserve.client.spec import QuerySpec
@@ -41,6 +41,7 @@ class ScriptedModel:
         self.asked: list[QuerySpec] = []
         self.answers: list[list[str | BaseException]] = []
         self.takes_system = True
+        self.reason = "stop_words"
         self.context = SimpleNamespace(spec=QuerySpec(), tokenizer=None, prompts=PreparedPrompts(texts=("Hi",)))
 
     def __call__(
@@ -53,7 +54,13 @@ class ScriptedModel:
                 raise piece
             on_text(piece)
         return Generation(
-            sequences=(), model="m", request_id="r", streamed=True, responses=2, latency=1.0, output_tokens=7
+            sequences=(GeneratedSequence(prompt=0, sequence=0, beam=0, finish_reason=self.reason),),
+            model="m",
+            request_id="r",
+            streamed=True,
+            responses=2,
+            latency=1.0,
+            output_tokens=7,
         )
 
     def prepare(self, spec: QuerySpec, *_: object) -> None:
@@ -242,23 +249,63 @@ def test_help_typed_alone_lists_the_commands(
     assert "/retry" in capsys.readouterr().out
 
 
-def test_a_cut_answer_says_how_to_go_on_and_a_lost_server_when_to_ask_again(
-    model: ScriptedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model.answers = [["so far"], [ServerUnreachableError("gone")]]
+def typed(lines: tuple[str, ...], model: ScriptedModel, monkeypatch: pytest.MonkeyPatch) -> list[QuerySpec]:
+    """Hold a conversation in a terminal and return what the model was asked."""
     monkeypatch.setattr("trtserve.cli.chat.silent_keyboard", contextlib.nullcontext)
-    lines = ("/set max_tokens 7", "Hi", "/set system Be brief.", "/set max_tokens", "Hello")
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setattr("trtserve.cli.chat._typed", lambda: iter(lines))
-    monkeypatch.setattr(query, "connect", lambda *_: Served(["mine"]))
     monkeypatch.setattr("trtserve.cli.chat.find_endpoint", lambda *_, **_options: Endpoint(model="mine"))
     assert run(["chat", "--plain"]) == 0
-    said = capsys.readouterr().err
-    assert "cut at 7 tokens" in said
-    assert "/set max_tokens 14" in said
-    assert "is ready: /retry" in said
-    assert [spec.system for spec in model.asked] == [None, "Be brief."]
+    return model.asked
+
+
+@pytest.mark.parametrize(
+    ("reason", "limit", "said"),
+    [
+        ("length", 7, "cut at 7 tokens. Say “Go on.”, or /set max_tokens 14, then /retry"),
+        ("length", 9, "the model has no room for more words. /reset"),
+        ("stop_words", 7, ""),  # an answer may end by itself with its last token
+    ],
+)
+def test_an_answer_that_was_cut_says_how_to_go_on(
+    reason: str,
+    limit: int,
+    said: str,
+    model: ScriptedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model.answers, model.reason = [["so far"]], reason
+    monkeypatch.setattr(query, "connect", lambda *_: Served(["mine"]))
+    asked = typed((f"/set max_tokens {limit}", "/set system Be brief.", "Hi"), model, monkeypatch)
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert ("The answer was cut" in shown) == bool(said)
+    assert asked[0].system == "Be brief."
+
+
+@pytest.mark.parametrize("again", ["Hello", "/retry"])
+def test_the_next_question_waits_until_a_lost_server_is_back(
+    again: str, model: ScriptedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model.answers = [[ServerUnreachableError("gone")], ["one"], ["two"]]
+    connections = iter((Served(["mine"]), None, None))
+
+    def connect(*_: object) -> Served:
+        found = next(connections, Served(["mine"]))
+        if found is None:
+            raise ServerUnreachableError("not yet")
+        return found
+
+    monkeypatch.setattr("trtserve.cli.chat._LOST_PAUSE", 0)
+    monkeypatch.setattr(query, "connect", connect)
+    asked = typed(("Hi", again, "More"), model, monkeypatch)
+    said = capsys.readouterr()
+    assert [each.prompts[0] for each in asked] == ["Hi", "Hi" if again == "/retry" else "Hello", "More"]
+    assert said.err.count("gone") == said.err.count("The server is back.") == 1
+    assert "not yet" not in said.err
+    assert "two" in said.out
 
 
 def test_lines_of_the_standard_input(

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from trtserve.client.request import RequestContext
 
 _PAUSES = 4.0  # between two drawings, in times of what a drawing takes
+_LOST_PAUSE = 0.5  # seconds between two looks for a server
 _LOCAL_MODES = 3  # in the list of tcgetattr
 _FENCES = ("```", "~~~")
 _WORDS = re.compile(r"\n|[^\S\n]*\S+|[^\S\n]+")  # a word has the spaces before it
@@ -312,6 +313,7 @@ class _Talk:
     def __init__(self, conversation: Conversation, *, interactive: bool, markdown: bool) -> None:
         self._conversation, self._interactive, self._markdown = conversation, interactive, markdown
         self._thoughts = ""
+        self._lost = False  # whether the server did not answer the last time
         conversation.filter = self._filter
 
     def _filter(self, context: RequestContext) -> TextFilter | None:
@@ -348,6 +350,7 @@ class _Talk:
     def ask(self, ask: Callable[[Callable[[str], None]], AnswerTimes]) -> None:
         """Print an answer. Ctrl-C stops it, and an error ends it; the conversation goes on in a terminal."""
         try:
+            self._wait_for_server()
             with silent_keyboard(), self._printing() as add:
                 times = ask(add)
         except KeyboardInterrupt:
@@ -358,19 +361,39 @@ class _Talk:
             if not self._interactive:
                 raise
             print_error(error)
-            if isinstance(error, ServerUnreachableError):
-                say("Your question is kept. When `trtserve status` says that the server is ready: /retry")
+            self._lost = isinstance(error, ServerUnreachableError)
+            if self._lost:
+                say("/retry asks again, and like any other question it waits until the server is back.")
         else:
-            if times.first is None:
-                say(
-                    "The model ended its answer at once, without any text. Ask in other words, or with a temperature: "
-                    "/set temperature 0.8, then /retry"
-                )
-            elif self._interactive:
-                _remark(_described(times))
-                if times.cut_at is not None:
-                    more = f"/set max_tokens {2 * times.cut_at}"
-                    say(f"The answer was cut at {times.cut_at} tokens. Say “Go on.”, or {more}, then /retry")
+            self._remark_on(times)
+
+    def _remark_on(self, times: AnswerTimes) -> None:
+        if times.first is None:
+            say(
+                "The model ended its answer at once, without any text. Ask in other words, or with a temperature: "
+                "/set temperature 0.8, then /retry"
+            )
+        elif self._interactive:
+            _remark(_described(times))
+            if times.cut:
+                say(_after_cut(times, self._conversation.spec.max_tokens))
+
+    def _wait_for_server(self) -> None:
+        """Wait until the server answers if it did not the last time; Ctrl-C ends it (KeyboardInterrupt)."""
+        if not self._lost:
+            return
+        with silent_keyboard(), terminal().status("Waiting for the server. Ctrl-C stops."):
+            while not self._answers():
+                time.sleep(_LOST_PAUSE)
+        self._lost = False
+        say("The server is back.")
+
+    def _answers(self) -> bool:
+        try:
+            self._conversation.switch(self._conversation.spec.model, self._conversation.server)
+        except ServerUnreachableError:
+            return False
+        return True
 
     @contextmanager
     def _printing(self) -> Iterator[Callable[[str], None]]:
@@ -516,6 +539,13 @@ def _shown(value: object) -> str:
 def _remark(text: str) -> None:
     """Write what is neither a question nor an answer."""
     terminal(stderr=True).print(text, style="dim", markup=False)
+
+
+def _after_cut(times: AnswerTimes, limit: int) -> str:
+    """Return what to do after a cut answer; the engine's own limit on prompt and answer ends it before max_tokens."""
+    if times.tokens is not None and times.tokens < limit:
+        return "The answer was cut: the model has no room for more words. /reset forgets what was said."
+    return f"The answer was cut at {limit} tokens. Say “Go on.”, or /set max_tokens {2 * limit}, then /retry"
 
 
 def _described(times: AnswerTimes) -> str:

@@ -219,7 +219,7 @@ class AnswerTimes:
     tokens: int | None
     """Generated tokens, or None where the server does not count them and for an answer that was stopped."""
     thought: float = 0.0  # the share of thoughts in the characters of the answer
-    cut_at: int | None = None  # the limit on tokens that ended the answer
+    cut: bool = False  # whether a limit on tokens ended the answer
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -279,18 +279,22 @@ class Conversation:
             options=_sampled(self.spec.options),
         )
         try:
-            tokens = generate(spec, self.server, on_text=add, on_start=start).output_tokens
+            generation = generate(spec, self.server, on_text=add, on_start=start)
             add(None)
         except KeyboardInterrupt:
             self._remember(question, "".join(pieces))
             raise
         self._remember(question, "".join(pieces))
         thought = 1 - len("".join(pieces)) / total if total and kept is not None else 0.0
-        seconds, limit = time.monotonic() - begin, self.spec.options.get("max_tokens")
-        cut_at = limit if limit is not None and tokens is not None and tokens >= limit else None
-        times = AnswerTimes(seconds=seconds, first=first, tokens=tokens, thought=max(0.0, thought), cut_at=cut_at)
+        times = AnswerTimes(
+            seconds=time.monotonic() - begin,
+            first=first,
+            tokens=generation.output_tokens,
+            thought=max(0.0, thought),
+            cut=any(sequence.finish_reason == "length" for sequence in generation.sequences),
+        )
         self.times.append(times)
-        return self.times[-1]
+        return times
 
     def retry(self, on_text: Callable[[str], None]) -> AnswerTimes:
         """Ask the last question again; its answer so far is forgotten unless this fails."""
