@@ -164,15 +164,15 @@ def test_a_process_without_memory(process: str, repository: Path, tmp_path: Path
         assert process == "gateway" or one.record().restarts == 0
 
 
-def test_status_names_memory_when_the_kernel_has_killed_a_process(repository: Path, tmp_path: Path) -> None:
+def test_status_names_what_may_have_killed_a_process(repository: Path, tmp_path: Path) -> None:
     with supervised(repository, tmp_path / "home") as one:
         one.ready()
-        os.kill(one.victim("probe"), signal.SIGKILL)  # as the kernel does when memory runs out
+        os.kill(one.victim("probe"), signal.SIGKILL)  # as the kernel does when memory runs out, or a person
         wait_until(lambda: one.record().state == "failed")
         line = [sys.executable, "-m", "trtserve", "status", one.name]
         told = subprocess.run(line, env=environment(tmp_path / "home"), capture_output=True, text=True, check=False)
         assert "1 of 1 Python stubs have ended (probe)" in told.stderr
-        assert "usually for lack of memory" in told.stderr
+        assert "by the kernel for want of memory (`dmesg`), or by someone" in told.stderr
 
 
 def test_a_start_without_file_descriptors(repository: Path, tmp_path: Path) -> None:

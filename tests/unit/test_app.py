@@ -20,7 +20,14 @@ from trtserve.cli.app import COMMANDS, SHOWN, USUAL, command_tree, run
 from trtserve.cli.documentation import page_text, plain
 from trtserve.cli.output import print_json
 from trtserve.cli.parser import _ASKED_FOR
-from trtserve.errors import CheckError, MemoryLimitError, ServerNotFoundError, UsageError, exit_codes
+from trtserve.errors import (
+    CheckError,
+    MemoryLimitError,
+    ModelNotFoundError,
+    ServerNotFoundError,
+    UsageError,
+    exit_codes,
+)
 
 
 def _commands() -> dict[str, Any]:
@@ -489,3 +496,10 @@ def test_the_door_is_the_gateway_by_its_former_name(capsys: pytest.CaptureFixtur
     assert as_door.replace("trtserve door", "trtserve gateway") == capsys.readouterr().out
     run(["--help"])
     assert "door" not in capsys.readouterr().out
+
+
+def test_words_narrow_the_list_of_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["models", "QWEN", "0.5b", "--json"]) == 0
+    assert [each["alias"] for each in json.loads(capsys.readouterr().out)["result"]] == ["qwen2.5-0.5b-instruct"]
+    assert run(["models", "qwen", "nonsense"]) == ModelNotFoundError.code
+    assert "trtserve plan org/name" in capsys.readouterr().err

@@ -146,7 +146,7 @@ def test_lines_belong_to_their_rank() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (RANKS, "Rank 1 was killed (signal 9, which the kernel sends when memory runs out)"),
+        (RANKS, "Rank 1 was killed (signal 9, by the kernel for want of memory or by someone)"),
         (SIGNAL_4, "Rank 2 was ended by signal 6"),
         (CODE_5, "Rank 3 ended with code 7"),
         (CODE_4, "Rank 3 ended with code 7"),

@@ -20,7 +20,7 @@ from trtserve.process import ProcessId
 from trtserve.repository.profiles import CLASSES_FILE, classes_json
 from trtserve.repository.served import inspect_repository
 from trtserve.server.doctor.stub import write_probe_repository
-from trtserve.server.state import GatewayState, Server, log_file, write_state
+from trtserve.server.state import Failure, GatewayState, Server, log_file, write_state
 from trtserve.server.status import server_status
 from trtserve.store import Store
 
@@ -183,3 +183,16 @@ def test_a_server_that_does_not_answer_is_reported(repository: Path) -> None:
     (found,) = server_status()
     assert (found.state, found.reason) == ("degraded", f"demo: its HTTP port {port} does not report it as ready")
     assert run(["status"]) == ServerNotReadyError.code
+
+
+def test_status_of_a_failed_server_names_it_once_and_gives_the_commands(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = recorded(repository, 1)
+    failure = Failure(time=0, message=f"{server.name}: tritonserver ended")
+    write_state(replace(server, state="failed", failure=failure), Store())
+    assert run(["status"]) == ServerDiedError.code
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"error: {server.name} has failed: tritonserver ended" in shown
+    again = f"trtserve start --name {server.name} --model-repository {repository}"
+    assert f"trtserve stop {server.name} && {again}" in shown

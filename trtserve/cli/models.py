@@ -24,7 +24,7 @@ from trtserve.cli.output import (
     say,
     with_bytes,
 )
-from trtserve.errors import UsageError, counted
+from trtserve.errors import ModelNotFoundError, UsageError, counted
 from trtserve.host.machine import format_bytes
 
 if TYPE_CHECKING:
@@ -36,18 +36,28 @@ if TYPE_CHECKING:
 _ROOM = 120  # columns of a terminal that has room for the hub ids
 
 
-def models(json: JsonOption = False) -> None:
+def models(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="WORDS", help="Parts of the name or the hub id; default: all models.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
     """List the short names that import and plan understand: size, licence, and what fits this machine.
 
     Any other model of the hub is named org/name; `trtserve plan org/name` says whether it fits.
 
     Examples:
         trtserve models
-        trtserve models --json
+        trtserve models qwen 4b
     """
     from trtserve.pipeline.estimate import list_known
 
-    found = list(list_known())
+    found = list(list_known(words or ()))
+    if words and not found:
+        raise ModelNotFoundError(
+            f"No short name has {' and '.join(words)}.",
+            hint="`trtserve models` lists all. Another model of the hub is named org/name: trtserve plan org/name.",
+        )
     if json:
         keys = ("alias", "repository", "parameters", "source_bytes", "licence", "gated")
         print_json(

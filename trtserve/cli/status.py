@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -59,7 +60,7 @@ def status(
     errors = [_not_ready(one) for one in found if one.state != "ready"]
     errors.sort(key=lambda error: isinstance(error, ServerDiedError))
     for error in errors[:-1]:
-        progress.warn(f"{error.message} Log: {error.log}")
+        progress.warn(" ".join(filter(None, (error.message, error.hint, f"Log: {error.log}"))))
     if errors:
         raise errors[-1]
 
@@ -79,12 +80,14 @@ def _remark(one: Status, progress: TerminalProgress) -> None:
 
 def _not_ready(one: Status) -> ServerDiedError | ServerNotReadyError:
     name, log = one.server.name, one.log
+    again = shlex.join(["trtserve", "start", "--name", name, "--model-repository", str(one.server.repository)])
     if one.state == "failed":
-        hint = f"Clean up with `trtserve stop {name}`, then start it again."
-        return ServerDiedError(f"{name} has failed: {one.reason}", hint=hint, log=log)
+        hint = f"trtserve stop {name} && {again}"
+        why = one.reason.removeprefix(f"{name}: ")  # the message of a recorded failure begins with the name
+        return ServerDiedError(f"{name} has failed: {why}", hint=f"Clean up and start it again: {hint}", log=log)
     reason = f": {one.reason}" if one.reason else ""
-    hint = f"Start it again: trtserve start --name {name} --model-repository {one.server.repository}"
-    return ServerNotReadyError(f"{name} is {one.state}{reason}", hint=hint if one.state == "stopped" else None, log=log)
+    hint = f"Start it again: {again}" if one.state == "stopped" else None
+    return ServerNotReadyError(f"{name} is {one.state}{reason}", hint=hint, log=log)
 
 
 def _iso(seconds: float) -> str:

@@ -10,7 +10,7 @@ import json
 import math
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -488,10 +488,12 @@ class KnownFit:
     reason: str | None = None  # the same in a sentence
 
 
-def list_known() -> Iterator[tuple[KnownModel, KnownFit]]:
-    """Yield every model that has an alias, with what this machine can serve."""
+def list_known(words: Sequence[str] = ()) -> Iterator[tuple[KnownModel, KnownFit]]:
+    """Yield every model that has an alias with all `words`, in any case, with what this machine can serve."""
     known: dict[str, KnownFit] = {}
     for model in known_models():
+        if not all(word.lower() in f"{model.alias} {model.repository}".lower() for word in words):
+            continue
         shape = repr(sorted(model.config.items()))  # several models differ in their weights alone
         if shape not in known:
             known[shape] = _fit(model)

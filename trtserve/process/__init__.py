@@ -262,7 +262,7 @@ def how_it_ended(code: int | None) -> str:
     if code is None:
         return "ended"
     if code == -signal.SIGKILL:
-        return "was killed (signal 9, which the kernel sends when memory runs out)"
+        return "was killed (signal 9, by the kernel for want of memory or by someone)"
     return f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
 
 

@@ -150,7 +150,9 @@ def died_error(server: Server, end: Ended) -> ServerDiedError:
         lines = indented(own[-5:]) or "  (it wrote nothing)"
     reported = "[ERROR]" in lines or server_log.failures("\n".join(server_log.significant(text)[-5:]))
     killed = not (reported or end.explained) if first is None else first.code < 0
-    hint = "A process that ends without an error line was killed, usually for lack of memory." if killed else None
+    hint = None
+    if killed:
+        hint = "No error line, so it was killed: by the kernel for want of memory (`dmesg`), or by someone."
     name = f"{server.name}, HTTP port {instance.address.http_port}" if len(server.instances) > 1 else server.name
     return ServerDiedError(f"{name}: {problem}. Last lines:\n{lines}", hint=hint, log=instance.log)
 
