@@ -82,9 +82,11 @@ def _not_ready(one: Status) -> ServerDiedError | ServerNotReadyError:
     name, log = one.server.name, one.log
     again = shlex.join(["trtserve", "start", "--name", name, "--model-repository", str(one.server.repository)])
     if one.state == "failed":
-        hint = f"trtserve stop {name} && {again}"
+        stop = f"trtserve stop {name}"
         why = one.reason.removeprefix(f"{name}: ")  # the message of a recorded failure begins with the name
-        return ServerDiedError(f"{name} has failed: {why}", hint=f"Clean up and start it again: {hint}", log=log)
+        return ServerDiedError(
+            f"{name} has failed: {why}", hint=f"Clean up and start it again: {stop} && {again}", log=log
+        )
     reason = f": {one.reason}" if one.reason else ""
     hint = f"Start it again: {again}" if one.state == "stopped" else None
     return ServerNotReadyError(f"{name} is {one.state}{reason}", hint=hint, log=log)
