@@ -48,7 +48,7 @@ def models(
 
     Examples:
         trtserve models
-        trtserve models qwen 4b
+        trtserve models qwen 0.5b
     """
     from trtserve.pipeline.estimate import list_known
 
