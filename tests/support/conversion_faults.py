@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -253,12 +253,13 @@ def _pair(checkpoint: Path) -> tuple[Path, Path]:
     return first, second
 
 
-def faulty_copies(checkpoint: Path, folder: Path) -> Iterator[tuple[str, Path]]:
-    """A copy of `checkpoint` for each fault that it can have, with its name."""
+def faulty_copies(checkpoint: Path, folder: Path, *, but: Set[str] = frozenset()) -> Iterator[tuple[str, Path]]:
+    """A copy of `checkpoint` for each fault that it can have, with its name; none for those in `but`."""
     for number, (name, fault) in enumerate(faults_of(checkpoint).items()):
-        copy = copied(checkpoint, folder / str(number))
-        fault(copy)
-        yield name, copy
+        if name not in but:
+            copy = copied(checkpoint, folder / str(number))
+            fault(copy)
+            yield name, copy
 
 
 def copied(checkpoint: Path, folder: Path) -> Path:
