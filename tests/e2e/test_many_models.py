@@ -130,10 +130,10 @@ def _use(client: OpenAI, url: str, home: Path, trust: ssl.SSLContext) -> None:
     (other,) = {"one", "two"} - {name}
     asked = trtserve("query", "--model", other, "--max-tokens", "8", QUESTION, home=home)
     assert asked.stdout.strip() == answer(client, other)
-    talk = trtserve("chat", other, "--max-tokens", "8", home=home, stdin=f"{QUESTION}\n/model {name}\n{QUESTION}\n")
-    assert talk.stdout.splitlines() == 2 * [asked.stdout.strip()]
     measured = trtserve("bench", "--model", other, "--num-requests", "4", "--quiet", "--json", home=home)
     assert json.loads(measured.stdout)["result"]["model"] == other
+    talk = trtserve("chat", other, "--max-tokens", "8", home=home, stdin=f"{QUESTION}\n/model {name}\n{QUESTION}\n")
+    assert talk.stdout.splitlines() == 2 * [asked.stdout.strip()]
     described = trtserve("query", "--model", other, "--dry-run", QUESTION, home=home)
     assert f"{url.partition('//')[2].partition('/')[0]} over http" in described.stderr
     unclear = trtserve("query", QUESTION, home=home, check=False)
