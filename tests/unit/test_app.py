@@ -246,7 +246,7 @@ def test_several_words_find_the_options_that_have_all_of_them(capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("question", "heading"),
     [
-        ("where are the models stored", "Where are models, engines and logs stored?"),
+        ("where are the models stored", "Where are models, engines, logs and other files stored?"),
         ("serve several models on one port", "How do I serve several models at once, on one port?"),
         ("two models at once", "How do I serve several models at once, on one port?"),
         ("stop a hung server", "How do I stop or restart a hung server (no answer, connection refused)?"),
@@ -261,7 +261,23 @@ def test_several_words_find_the_options_that_have_all_of_them(capsys: pytest.Cap
             "start after reboot",
             "How do I start it at boot, keep it running, and start it again after a crash or reboot (systemd)?",
         ),
-        ("port 8000 already in use", "How do I change the port (port or address already in use)?"),
+        ("port 8000 already in use", "How do I change the port (address already in use)?"),
+        ("how do I stop", "How do I stop a server?"),
+        ("stop a server that hung", "How do I stop or restart a hung server (no answer, connection refused)?"),
+        ("where are my files", "Where are models, engines, logs and other files stored?"),
+        ("update", "How do I upgrade trtserve (update, new version)?"),
+        ("update a model", "How do I update (reload) a model without downtime?"),
+        ("change port", "How do I change the port (address already in use)?"),
+        ("no gpu", "Does it work without a GPU, and what if my GPU is not found?"),
+        ("use gpu 1", "How do I choose a GPU?"),
+        ("several gpus", "How do I use several GPUs, or share one?"),
+        ("proxy", "Does it work behind a proxy, or with one for downloads?"),
+        (
+            "tokens per second",
+            "How fast is it (tokens per second), why is it slow, and how do I speed it up?",
+        ),
+        ("quantize to int4", "How do I quantise to int8 or int4 (8 or 4 bits, quantize)?"),
+        ("disk full", "How do I delete a model, free a full disk or uninstall it?"),
         ("ask a remote server", "How do I ask a server on a remote machine?"),
     ],
 )
@@ -285,6 +301,11 @@ def test_a_page_fits_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
     assert max(map(len, lines)) <= 80 < max(map(len, piped.splitlines()))
     assert "# Chat" not in lines
+
+
+def test_a_short_word_with_a_synonym_is_a_whole_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["help", "mac"]) == 0
+    assert "doctor.md" not in capsys.readouterr().out.partition("prints one):")[2]  # Check the machine
 
 
 def test_links_of_an_answer_are_words_with_their_page() -> None:

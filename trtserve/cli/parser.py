@@ -46,7 +46,8 @@ _MOST_PARTLY = 3  # of these that have a part of the words only
 # Words of a question that tell nothing about its subject.
 _SAY_NOTHING = re.compile(
     "an?|and|any|are|at|be|by|can|change|choose|do|does|error|example|for|from|get|have|how|i|if|in|is|its?|make|me|my|"
-    "need|of|on|or|own|see|set|should|so|that|the|there|this|to|use|using|want|what|when|where|which|why|with|you|your"
+    "need|of|on|or|own|see|set|should|so|that|the|there|this|to|use|using|want|what|when|where|which|why|with|you|your|"
+    r"\d"
 )
 _SHORT_WORD = 3  # letters; log is not logits
 # What people call things that the help calls otherwise.
@@ -63,6 +64,7 @@ _SYNONYMS = {
     "environment": "variable",
     "stuck": "hung",
     "nothing": "hung",
+    "no": "without",
     "accuracy": "quality|exact|equal",
     "mac": "macos",
     "cpp": "gguf",
@@ -440,7 +442,8 @@ def _stems(asked: str) -> list[str]:
 
 def _stem(word: str) -> str:
     if word in _SYNONYMS:
-        return f"({word}|{_SYNONYMS[word]})"
+        whole = r"(?![^\W_])" if len(word) <= _SHORT_WORD else ""
+        return f"({word}{whole}|{_SYNONYMS[word]})"
     bare = re.sub(r"(?<=[^\W\d_]{3})(?<!s)s$|(?<=[^\W\d_]{4})(ed|ing|ise|ize)$", "", word)
     if len(bare) <= _SHORT_WORD:
         return rf"{bare}s?(?![^\W_])"
