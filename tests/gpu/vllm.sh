@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # An interpreter with vLLM on a machine with PyTorch and no network: vllm.sh ENVIRONMENT PIECE...
 # The pieces, in order, are one tar of tar.xz files whose members are packages (docs/gpu.md says which).
+# `python3` must be the machine's own: the packages of an environment that it is in are not found again.
 set -euo pipefail
 environment=$1
 shift
