@@ -31,6 +31,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
+import msgspec
+import psutil
+
 _BEAT = 1.0
 # A process may be stopped for this many beats, as by a program that looks at it.
 _MOMENT = 2
@@ -45,16 +48,19 @@ _MOST_PIXELS, _MOST_PIXELS_TOGETHER = 40_000_000, 64_000_000  # a pixel takes 4 
 LEADER, NODE = "TRTSERVE_VLLM_LEADER", "TRTSERVE_VLLM_NODE"
 
 Message = list[Any]
+_decode = msgspec.msgpack.decode
+
+
+def _frame(value: Any) -> bytes:
+    data = msgspec.msgpack.encode(value)
+    return _LENGTH.pack(len(data)) + data
 
 
 class EngineSide:
     """One AsyncLLM on the event loop of the main thread; another thread reads the input."""
 
     def __init__(self, source: BinaryIO, target: BinaryIO) -> None:
-        import msgspec
-
         self._source, self._target = source, target
-        self._encode, self._decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder().decode
         self._unsent: list[Message] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._stopped: dict[int, int] = {}
@@ -118,17 +124,13 @@ class EngineSide:
 
     def _read(self) -> Any:
         head = self._source.read(_LENGTH.size)
-        if len(head) < _LENGTH.size:
-            return None
-        return self._decode(self._source.read(_LENGTH.unpack(head)[0]))
+        return _decode(self._source.read(_LENGTH.unpack(head)[0])) if len(head) == _LENGTH.size else None
 
     def _listen(self) -> None:
         while (message := self._read()) is not None:
             kind, number, *rest = message
-            if kind == "submit":
-                self._loop.call_soon_threadsafe(self._submit, number, *rest)
-            else:
-                self._loop.call_soon_threadsafe(self._cancel, number)
+            act = self._submit if kind == "submit" else self._cancel
+            self._loop.call_soon_threadsafe(act, number, *rest)
         self._ending = True
         for peer in self._followers:
             peer.send({})
@@ -214,17 +216,14 @@ class EngineSide:
             messages, self._unsent = self._unsent, []
             if not messages:
                 return
-            data = self._encode(messages)
             try:
-                self._target.write(_LENGTH.pack(len(data)) + data)
+                self._target.write(_frame(messages))
                 self._target.flush()
             except BrokenPipeError:
                 end_group()
 
     def _require_running(self) -> None:
         """A process of vLLM that stays stopped will not answer, and vLLM would wait for it for ever."""
-        import psutil
-
         stopped: dict[int, int] = {}
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -239,10 +238,7 @@ class Peer:
     """A connection between the leader and a follower; each message is a frame with a map."""
 
     def __init__(self, connection: socket.socket) -> None:
-        import msgspec
-
         self._connection = connection
-        self._encode, self._decode = msgspec.msgpack.encode, msgspec.msgpack.decode
         connection.settimeout(5)  # for the first message
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine may go without a word
         for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
@@ -251,15 +247,14 @@ class Peer:
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message, unless the other side is gone."""
-        data = self._encode(message)
         with contextlib.suppress(OSError):
-            self._connection.sendall(_LENGTH.pack(len(data)) + data)
+            self._connection.sendall(_frame(message))
 
     def receive(self) -> dict[str, Any] | None:
         """Return the next message, or None when the other side is gone or says something else."""
         try:
             (size,) = _LENGTH.unpack(self._file.read(_LENGTH.size))
-            found = self._decode(self._file.read(size)) if size <= _LONGEST_FRAME else None
+            found = _decode(self._file.read(size)) if size <= _LONGEST_FRAME else None
         except (OSError, ValueError, struct.error):
             return None
         return found if isinstance(found, dict) else None
@@ -325,8 +320,6 @@ def _end_after(parent: int) -> None:
 
 def end_children(code: int) -> None:
     """End this process and all that it has started, but for Python's resource tracker, as in `end_group`."""
-    import psutil
-
     for process in psutil.Process().children(recursive=True):
         _end(process)
     os._exit(code)
@@ -338,8 +331,6 @@ def end_group() -> None:
     Python's resource tracker is left: it ends after the last of them, and removes their shared memory.
     """
     try:
-        import psutil
-
         for _ in range(2):  # what a process has started meanwhile, too
             for process in psutil.process_iter():
                 with contextlib.suppress(OSError):
@@ -351,9 +342,7 @@ def end_group() -> None:
         os._exit(1)
 
 
-def _end(process: Any) -> None:
-    import psutil
-
+def _end(process: psutil.Process) -> None:
     with contextlib.suppress(psutil.Error):
         if not any("resource_tracker" in word for word in process.cmdline()):
             process.kill()
@@ -427,8 +416,6 @@ def _sampling_params(request: dict[str, Any]) -> Any:
         words["structured_outputs"] = StructuredOutputsParams(**request["guide"])
     kind = RequestOutputKind.DELTA if request["stream"] else RequestOutputKind.FINAL_ONLY
     if "text" in request:  # any of vLLM's parameters, whose numbers may be texts
-        import msgspec
-
         unknown = next((name for name in words if name not in SamplingParams.__annotations__), None)
         if unknown is not None:
             raise ValueError(f"sampling_parameters: vLLM's SamplingParams has no {unknown}")

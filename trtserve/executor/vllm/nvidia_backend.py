@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +88,14 @@ class TextRequest:
             rows[each["index"]] = each
         before = self._prompt if self._repeats else ""
         found = {"text_output": encoded([before + row["text"] for row in rows])}
-        for name in self._returned:
-            if name == "finish_reason":
-                found[name] = encoded([str(row.get("reason")) for row in rows])
-            elif name == "cumulative_logprob":
-                found[name] = np.array([row["cumulative"] for row in rows], np.float32)
-            elif name == "logprobs":
-                found[name] = encoded([json.dumps(row.get("logprobs")) for row in rows])
-            elif name == "num_input_tokens":
-                found[name] = np.array([news["prompt_tokens"]], np.uint32)
-            else:
-                found[name] = np.array([row["tokens"] for row in rows], np.uint32)
+        columns: dict[str, Callable[[], NDArray[Any]]] = {
+            "finish_reason": lambda: encoded([str(row.get("reason")) for row in rows]),
+            "cumulative_logprob": lambda: np.array([row["cumulative"] for row in rows], np.float32),
+            "logprobs": lambda: encoded([json.dumps(row.get("logprobs")) for row in rows]),
+            "num_input_tokens": lambda: np.array([news["prompt_tokens"]], np.uint32),
+            "num_output_tokens": lambda: np.array([row["tokens"] for row in rows], np.uint32),
+        }
+        found |= {name: columns[name]() for name in self._returned}
         tensors = [pb_utils.Tensor(name, array) for name, array in found.items()]
         self.sender.send(pb_utils.InferenceResponse(output_tensors=tensors), final=news["finished"])
 
@@ -174,9 +171,7 @@ class TextEngine(VllmProcess):
         for kind, number, news in answers:
             refused = kind == "refused"
             with self._lock:
-                request = (
-                    self._open.get(number) if not refused and not news["finished"] else self._open.pop(number, None)
-                )
+                request = self._open.pop(number, None) if refused or news["finished"] else self._open.get(number)
             if request is not None:
                 _send(request, error_response(f"{TritonPythonModel.problem}: {news}") if refused else news)
 
