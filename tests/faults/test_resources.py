@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -182,3 +183,17 @@ def test_a_start_without_file_descriptors(repository: Path, tmp_path: Path) -> N
     )
     assert told.returncode == MachineError.code
     assert "too many files are open (this process may have 8)" in told.stderr
+
+
+@pytest.mark.parametrize("detached", [(), ("--detach",)], ids=["foreground", "detached"])
+def test_a_start_with_too_few_file_descriptors_for_triton(
+    detached: tuple[str, ...], repository: Path, tmp_path: Path
+) -> None:
+    command = shlex.join([sys.executable, "-m", "trtserve", "start", "--auto-ports", *detached])
+    line = f"ulimit -n 32; exec {command} --model-repository {repository}"
+    told = subprocess.run(
+        ["bash", "-c", line], env=environment(tmp_path / "home"), capture_output=True, text=True, check=False
+    )
+    assert told.returncode == MachineError.code
+    assert "a process may open 32 (ulimit -n), and Triton needs 128" in told.stderr
+    assert "Starting Triton" not in told.stderr

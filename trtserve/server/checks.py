@@ -30,7 +30,7 @@ from trtserve.repository.programs import warning_of_programs
 from trtserve.repository.served import CoreModel
 from trtserve.server.doctor import raise_failed
 from trtserve.server.doctor.examination import require_machine
-from trtserve.server.doctor.system import check_shared_memory
+from trtserve.server.doctor.system import check_open_files, check_shared_memory
 from trtserve.server.engine_fit import require_fitting_engine, require_servable
 from trtserve.server.front import is_loopback
 from trtserve.server.launch.devices import EngineNodes, claimed_gpus, fit_engines
@@ -119,7 +119,7 @@ def check_before_launch(plan: ServerPlan, progress: Progress) -> Sequence[Engine
     elif plan.triton.package is not None:
         require_machine(plan.store, progress=progress)
     else:
-        raise_failed([check_shared_memory(least=plan.processes * MINIMUM_SHARED_MEMORY)])
+        raise_failed([check_open_files(), check_shared_memory(least=plan.processes * MINIMUM_SHARED_MEMORY)])
     return engines
 
 

@@ -181,7 +181,7 @@ def require_machine(store: Store, *, progress: Progress = SILENT) -> None:
 
     Raises MachineError with every failed check and its fix; warnings go to `progress`.
     """
-    findings = [*quick_checks(), stub.check_store(store)]
+    findings = [*quick_checks(), system.check_open_files(), stub.check_store(store)]
     if not failed(findings) and not stub.passed_file(store).exists():
         progress.step("First start in this environment: testing Triton with a small model …")
         findings.append(stub.check_round_trip(store))

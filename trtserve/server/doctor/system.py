@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import resource
 import stat
 import sys
 import tempfile
@@ -47,6 +48,9 @@ MINIMUM_DISK = 2**30
 PLENTY_OF_DISK = 20 * 2**30
 # NVIDIA's guides use this --shm-size for several ranks; Docker's default of 64 MiB stops NCCL.
 SHARED_MEMORY_OF_RANKS = 2**30
+# A tritonserver with the demo's five models holds 71 files when it is ready (2026-11-30); it hung with 16, and failed
+# with 32 and 64. Connections of clients come on top.
+LEAST_OPEN_FILES = 128
 ARCHITECTURES = ("x86_64", "aarch64")
 PYTHONS = ((3, 10), (3, 12))
 
@@ -124,6 +128,15 @@ def check_shared_memory(
         evidence = f"{format_bytes(free)} free in {folder}; {format_bytes(max(least, wanted))} needed"
         return _needed(name, "failed" if free < least else "warning", evidence, fix)
     return _needed(name, "ok", f"{format_bytes(free)} free in {folder}")
+
+
+def check_open_files() -> CheckResult:
+    """Check that the server's processes may open as many files as Triton needs: with fewer it fails late, or hangs."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if resource.RLIM_INFINITY != allowed < LEAST_OPEN_FILES:
+        evidence = f"a process may open {allowed} (ulimit -n), and Triton needs {LEAST_OPEN_FILES}"
+        return _needed("open files", "failed", evidence, "Allow more: ulimit -n 4096")
+    return _needed("open files", "ok", "no limit" if allowed == resource.RLIM_INFINITY else f"{allowed} for a process")
 
 
 def check_disk(store: Store) -> CheckResult:
