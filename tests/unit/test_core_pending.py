@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,17 @@ def test_a_stop_between_two_rounds_reaches_the_next_one() -> None:
     assert found.add(pending.Pending(inner, sender=None, open_rows={1: None}))
     found.close(1)
     assert found.add(pending.Pending(inner, sender=None, open_rows={2: None}))
+
+
+def test_ids_of_stops_take_no_memory_afterwards() -> None:
+    found = table(f"mine/bls-{UUID4}")
+    tracemalloc.start()
+    try:
+        for number in range(4):
+            found.stop(f"{number}" * 2**18)
+        assert tracemalloc.get_traced_memory()[0] < 2**18
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("stopped", ["other", ""])

@@ -153,14 +153,14 @@ class PendingTable:
         The BLS model names its inner requests `<client's id>/bls-<uuid4>`, so a stop with the client's id reaches them
         too. Any other text after a slash is part of another client's id.
         """
-        inner = re.compile(re.escape(request_id) + _INNER_MARK)
         with self.lock:
-            for ended in filter(inner.fullmatch, self._ended):
-                self._ended[ended] = True
+            for ended in self._ended:
+                if client_id(ended) == request_id:
+                    self._ended[ended] = True
             return [
                 executor_id
                 for executor_id, pending in self._by_executor_id.items()
-                if pending.request_id == request_id or inner.fullmatch(pending.request_id)
+                if request_id in (pending.request_id, client_id(pending.request_id))
             ]
 
 
