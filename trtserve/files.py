@@ -370,6 +370,23 @@ def _path(kind: type[Path], value: object) -> Path:
     return Path(value)
 
 
+def write_whole(path: Path, text: str, *, mode: int | None = None) -> None:
+    """Write a file, with these permissions, or nothing: on a full disk an older file stays, and no part is left.
+
+    Raises TrtserveError as `writing` does.
+    """
+    staged = path.with_name(f".{path.name}.partial")
+    with writing(path):
+        try:
+            staged.write_text(text, encoding="utf-8")
+            if mode is not None:
+                staged.chmod(mode)
+            staged.replace(path)
+        except BaseException:
+            staged.unlink(missing_ok=True)
+            raise
+
+
 def write_json(path: Path, content: object, *, private: bool = False) -> None:
     """Replace `path` by `content` in one rename; the partial file of a killed process is overwritten.
 

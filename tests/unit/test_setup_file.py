@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,8 @@ from tests.support.server_records import server_record
 from tests.support.setup_schema import validate_setup
 from trtserve.artifacts import Engine
 from trtserve.cli import run
-from trtserve.errors import LockedError, ServerRunningError, UsageError
-from trtserve.files import locked
+from trtserve.errors import DiskSpaceError, LockedError, ServerRunningError, UsageError
+from trtserve.files import locked, write_whole
 from trtserve.pipeline.setup_file import Setup
 from trtserve.pipeline.setup_file import plan as setup_plan
 from trtserve.pipeline.setup_file.plan import bring_down, bring_up, plan_setup
@@ -35,6 +38,17 @@ def setup_of(tmp_path: Path, text: str) -> Setup:
     file = tmp_path / "setup.yaml"
     file.write_text(text, encoding="utf-8")
     return read_setup(file)
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Let every file end after its first byte, as on a disk without space for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -175,6 +189,22 @@ def test_mistakes_are_refused_with_their_line(tmp_path: Path, text: str, message
 def test_schema_refuses_too(content: dict[str, Any]) -> None:
     with pytest.raises(jsonschema.ValidationError):
         validate_setup(content)
+
+
+def test_init_leaves_nothing_on_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with full_disk():
+        code = run(["init", str(tmp_path / "new.yaml")])
+    assert code == DiskSpaceError.code
+    assert "cannot be written" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_replaced_on_a_full_disk_stays(tmp_path: Path) -> None:
+    file = tmp_path / "job.sh"
+    file.write_text("old", encoding="utf-8")
+    with full_disk(), pytest.raises(DiskSpaceError):
+        write_whole(file, "new")
+    assert (list(tmp_path.iterdir()), file.read_bytes()) == ([file], b"old")
 
 
 def test_init_keeps_an_existing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,15 +41,14 @@ def init(
         trtserve init
         trtserve init chat.yaml --from llama-2-7b
     """
-    from trtserve.files import writing
+    from trtserve.files import write_whole
     from trtserve.pipeline.setup_file.reading import setup_of_import, template
     from trtserve.store import Store
 
     if file.exists():
         raise UsageError(f"{file} exists already.", hint="Edit it, or give another name.")
     text = template() if imported is None else setup_of_import(imported, Store())
-    with writing(file), file.open("x", encoding="utf-8") as handle:
-        handle.write(text)
+    write_whole(file, text)
     if json:
         print_json("init", {"file": str(file)})
     else:

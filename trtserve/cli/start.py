@@ -265,7 +265,7 @@ def _write(found: ModelRepository, spec: ServerSpec, call: ClusterCall, *, rebui
 
 
 def _write_unit(repository: ModelRepository, spec: ServerSpec, call: ClusterCall, progress: TerminalProgress) -> None:
-    from trtserve.files import writing
+    from trtserve.files import write_whole
     from trtserve.server.checks import announce_risks
     from trtserve.server.detach import plan_unit
     from trtserve.server.plan import plan_server
@@ -276,8 +276,7 @@ def _write_unit(repository: ModelRepository, spec: ServerSpec, call: ClusterCall
     if call.dry_run:
         print_files({path: text}, json=call.json)
         return
-    with writing(path):
-        path.write_text(text, encoding="utf-8")
+    write_whole(path, text)
     if call.json:
         print_json("start", {"unit": path})
     else:

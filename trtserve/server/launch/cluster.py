@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import ArtifactError, UsageError, counted, listing
-from trtserve.files import writing
+from trtserve.files import write_whole, writing
 from trtserve.progress import Progress
 from trtserve.repository.check import require_sound
 from trtserve.repository.served import ServedRepository, inspect_repository
@@ -189,8 +189,7 @@ def write_job(job: ClusterJob) -> None:
                     hint="Choose another place with --out.",
                 )
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-            path.chmod(0o644 if path.suffix == ".yaml" else 0o755)
+        write_whole(path, text, mode=0o644 if path.suffix == ".yaml" else 0o755)
     if job.logs is not None:
         with writing(job.logs):
             job.logs.mkdir(parents=True, exist_ok=True)
