@@ -171,6 +171,19 @@ def test_conversations_are_kept_and_the_last_question_is_asked_again(page: Any, 
     assert count(page, "#talks li") == count(page, ".turn") == 0
 
 
+def test_a_conversation_has_a_short_title_that_a_double_click_changes(page: Any, server: Scripted) -> None:
+    server.parts = [{"content": "Hello"}]
+    ask(page, "What does the scheduler of an inference server do all day?")
+    page.set_viewport_size({"width": 1100, "height": 640})
+    kept = page.locator("#talks button").first
+    assert kept.text_content() == "What does the scheduler of an inference…"
+    page.once("dialog", lambda dialog: dialog.accept("Schedulers"))
+    kept.dblclick()
+    page.reload()
+    assert page.locator("#talks button").first.text_content() == "Schedulers"
+    assert page.locator(".user .words").text_content().startswith("What does the scheduler")
+
+
 def test_the_page_says_what_the_demo_knows(page: Any, server: Scripted) -> None:
     assert "demo" not in page.locator(".welcome").text_content()
     server.model = "demo"

@@ -17,7 +17,7 @@ from tests.support.bench_records import answered, correlated, report_of
 from trtserve.bench.compare import compare
 from trtserve.bench.exports import write_result
 from trtserve.bench.monitoring import Samples, WorkerHealth
-from trtserve.bench.plots import chart, write_plots
+from trtserve.bench.plots import _logarithmic, chart, write_plots
 from trtserve.bench.report import BenchReport, brief, milliseconds, read_report, sparkline
 from trtserve.bench.run import _reporter, command
 from trtserve.cli import run
@@ -57,8 +57,8 @@ def test_the_answer_in_one_line() -> None:
 
 
 def test_large_figures_have_no_exponents() -> None:
-    assert [brief(value) for value in (0.5741, 57.41, 999.9, 1159.4)] == ["0.574", "57.4", "1,000", "1,159"]
-    assert [milliseconds(value) for value in (9.8765, 1159, 12_345)] == ["9.88 ms", "1.16 s", "12.3 s"]
+    assert [brief(value) for value in (0.00004, 0.5741, 57.41, 99.96, 1159.4)] == ["0", "0.574", "57.4", "100", "1,159"]
+    assert [milliseconds(value) for value in (9.8765, 1159, 12_345)] == ["9.88 ms", "1,159 ms", "12,345 ms"]
     assert "e+" not in made(1, factor=500).answer
 
 
@@ -210,7 +210,7 @@ def test_compare_command_with_several_runs(tmp_path: Path, capsys: pytest.Captur
     arguments = ["bench", "compare", str(tmp_path / "old"), str(tmp_path / "new")]
     assert run(arguments) == 52
     captured = capsys.readouterr()
-    assert "time to first token (ms), 6 pairs of runs" in captured.out
+    assert "Time to first token (ms), 6 pairs of runs" in captured.out
     assert "drift" not in captured.err
     write_result(made(9, spec={"concurrency": 16}), tmp_path / "new" / "other")
     assert run(arguments) == 2
@@ -240,7 +240,7 @@ def test_report_command_reads_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixt
     assert run(["bench", "report", str(tmp_path), "--strict"]) == 0
     header, *rows = capsys.readouterr().out.splitlines()
     # 120 answers are not enough for p99, here as in the report of each.
-    assert header.split("\t")[3:5] == ["TTFT p50", "TTFT p95"]
+    assert header.split("\t")[3:5] == ["TTFT p50 (ms)", "TTFT p95 (ms)"]
     assert [row.split("\t")[0] for row in rows] == ["8 in flight", "16 in flight"]
     assert run(["bench", "report", str(tmp_path), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["result"]["stages"]) == 2
@@ -447,7 +447,7 @@ def test_failed_requests_are_in_curves_and_tables() -> None:
     report = replace(run_, records=(*failed, *(each for each in run_.records if each.index % 4)))
     curve = next(plot for plot in chart([report])["concat"] if plot["title"] == "Distribution of times")
     shares = {point["measure"]: point["share"] for point in curve["data"]["values"]}  # the last ones
-    assert shares == {"first token": 0.75, "per output token": 1.0, "whole answer": 0.75}
+    assert shares == {"Time to first token": 0.75, "Time per output token": 1.0, "Request latency": 0.75}
     first = next(row for row in report.interval_rows() if row[0].startswith("Time to first"))
     assert "∞ (requests failed)" in first
     assert not any(cell.count("requests failed") > 1 for cell in first)
@@ -487,7 +487,7 @@ def test_a_trace_without_a_limit_has_a_page(trace_result: Path, tmp_path: Path) 
     assert run(["bench", "report", str(trace_result), "--html", str(page)]) == 0
     text = page.read_text()
     assert "as fast as the requests came</h1>" in text
-    assert "Whole answers over time, from the intended send" in text
+    assert "Request latency over time, from the intended send" in text
 
 
 @pytest.mark.needs("vl_convert")
@@ -496,7 +496,51 @@ def test_the_page_says_what_a_verdict_means(tmp_path: Path) -> None:
     assert few.verdict.judgement == "not-steady"
     write_plots([few], tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
-    assert "The figures were still changing at the end, or are too few" in text
+    assert "A longer run may give other figures. 4 completed answers are too few to tell" in text
+
+
+@pytest.mark.needs("vl_convert")
+def test_a_verdict_has_two_lines_and_further_reasons_are_notes(tmp_path: Path) -> None:
+    machine = {"cpus": 12, "load_average": 18.2, "server_here": True, "other_programs": 10.9, "server_waited": 0.43}
+    late = WorkerHealth(seconds=60, run_queue_ms=22_000, loop_lag_p99_ms=172, gc_pause_max_ms=90)
+    report = made(1, machine=machine, health=(late,))
+    assert report.verdict.judgement == "disturbed"
+    write_plots([report], tmp_path / "page.html")
+    verdict, _, rest = (tmp_path / "page.html").read_text().partition('<p class="verdict">')[2].partition("</p>")
+    assert "The server may be faster than these figures. Other programs used 10.9 of 12 cores" in verdict
+    assert len(re.sub("<[^>]*>", "", verdict)) <= 310  # two lines at 1,100 pixels
+    assert "garbage collector" in rest.partition("<h2>Notes</h2>")[2].partition("</ul>")[0]
+
+
+@pytest.mark.needs("vl_convert")
+def test_a_figure_has_one_name_and_one_rounding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = made(1, factor=30)
+    write_result(report, tmp_path)
+    write_plots([report], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    figures = {row[0]: row for row in report.interval_rows()}
+    assert run(["bench", "compare", str(tmp_path), str(tmp_path)]) == 0
+    compared = {line.partition(" (ms)")[0]: line.split("\t")[1] for line in capsys.readouterr().out.splitlines()[1:]}
+    for name, mean, median, *_ in report.short_rows():
+        row = figures[f"{name} (ms)"]
+        assert [row[1].split()[0], row[4].split()[0]] == [mean, median]
+        assert compared[name] == mean
+        assert f"<strong>{median} ms</strong><span>{name}, p50</span>" in page
+
+
+@pytest.mark.parametrize(
+    ("times", "marks"),
+    [
+        ((90.0, 140.0), [50, 100, 200]),
+        ((29.9, 29.9), [20, 50]),
+        ((0.7, 31.0), [0.5, 1, 2, 5, 10, 20, 50]),
+        ((10.0, 100.0), [10, 20, 50, 100]),
+    ],
+)
+def test_the_axis_of_times_ends_at_labels_close_to_the_data(times: tuple[float, ...], marks: list[float]) -> None:
+    found = _logarithmic([{"ms": time} for time in times])
+    assert found["axis"]["values"] == pytest.approx(marks)
+    assert found["scale"]["domain"] == pytest.approx([marks[0], marks[-1]])
 
 
 def test_the_live_rate_is_that_of_the_measured_period(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from statistics import fmean, variance
 
 from trtserve.artifacts.engine_config import BuildConfig, EngineConfig
 from trtserve.bench.records import RequestRecord, first_token_ms, latency_ms, per_token_ms
-from trtserve.bench.report import BenchReport
+from trtserve.bench.report import LATENCY, TPOT, TTFT, BenchReport
 from trtserve.bench.statistics import FEWEST, Interval, mean_interval, t_quantile
 from trtserve.client.tensors import CORE_MODEL
 from trtserve.errors import ArtifactError, UsageError
@@ -29,9 +29,9 @@ DRIFT = 0.05  # how far the means of two runs of one server may differ, as a par
 _LEVEL = 0.95
 _Measure = Callable[[RequestRecord], float | None]
 _MEASURES: dict[str, _Measure] = {
-    "time to first token (ms)": first_token_ms,
-    "time per output token (ms)": per_token_ms,
-    "request latency (ms)": latency_ms,
+    f"{TTFT} (ms)": first_token_ms,
+    f"{TPOT} (ms)": per_token_ms,
+    f"{LATENCY} (ms)": latency_ms,
 }
 _start = attrgetter("started")
 _EACH = 1 - (1 - _LEVEL) / len(_MEASURES)  # several intervals are looked at together (Bonferroni)

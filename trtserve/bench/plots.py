@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.bench.records import RequestRecord, first_token_ms, latency_ms, per_token_ms
-from trtserve.bench.report import FEW_NOTE, BenchReport, brief, milliseconds, stage_rows
+from trtserve.bench.report import FEW_NOTE, ITL, LATENCY, TPOT, TTFT, BenchReport, brief, milliseconds, stage_rows
 from trtserve.bench.statistics import QUANTILES, highest_known
 from trtserve.bench.verdict import Judgement
 from trtserve.errors import MissingDependencyError, UsageError
@@ -173,7 +173,7 @@ def _field(name: str, kind: str, title: str | None, **rest: Any) -> Spec:
 
 def _throughput_curve(reports: Sequence[BenchReport]) -> Spec:
     streaming = reports[-1].streaming
-    goal, measure = ("ttft", "time to first token") if streaming else ("latency", "latency")
+    goal, measure = ("ttft", TTFT) if streaming else ("latency", LATENCY)
     times = [each.statistics.time_to_first_token_ms if streaming else each.statistics.latency_ms for each in reports]
     quantile = highest_known(times) or "p50"
     points = [
@@ -189,7 +189,7 @@ def _throughput_curve(reports: Sequence[BenchReport]) -> Spec:
     ]
     encoding = {
         "x": _field("throughput", "quantitative", "output tokens/s"),
-        "y": _field("ms", "quantitative", f"{quantile} {measure} (ms)"),
+        "y": _field("ms", "quantitative", f"{measure}, {quantile} (ms)"),
     }
     judgements = sorted({point["judgement"] for point in points}, key=lambda each: each != "valid")
     colors = {"domain": judgements, "range": [_COLOURS[0 if each == "valid" else 2] for each in judgements]}
@@ -219,7 +219,7 @@ def _throughput_curve(reports: Sequence[BenchReport]) -> Spec:
 
 
 def _latency_curves(records: Sequence[RequestRecord]) -> Spec | None:
-    measures = {"first token": first_token_ms, "per output token": per_token_ms, "whole answer": latency_ms}
+    measures = {TTFT: first_token_ms, TPOT: per_token_ms, LATENCY: latency_ms}
     failed = sum(each.status == "failed" for each in records)
     points = []
     for name, measure in measures.items():
@@ -245,18 +245,24 @@ def _latency_curves(records: Sequence[RequestRecord]) -> Spec | None:
         "The steeper it is, the more alike they were.",
         mark={"type": "line", "interpolate": "step-after"},
         encoding={
-            "x": _field("ms", "quantitative", "milliseconds", scale={"type": "log"}, axis=_decades(points)),
+            "x": _field("ms", "quantitative", "time (ms, logarithmic)", **_logarithmic(points)),
             "y": _field("share", "quantitative", "share of requests", axis={"format": "%"}, scale={"domain": [0, 1]}),
             "color": _field("measure", "nominal", ""),
         },
     )
 
 
-def _decades(points: Sequence[Mapping[str, Any]]) -> Spec:
-    """Return an axis with a label and a grid line at each power of ten around the points, and nowhere else."""
-    powers = [math.log10(each["ms"]) for each in points]
-    marks = range(math.floor(min(powers)), math.ceil(max(powers)) + 1)
-    return {"values": [10.0**power for power in marks], "format": ",~r"}
+def _logarithmic(points: Sequence[Mapping[str, Any]]) -> Spec:
+    """Return scale and axis from the mark below the shortest time to the one above the longest: 1, 2 and 5 · 10ⁿ."""
+    least, most = (pick(each["ms"] for each in points) for pick in (min, max))
+    powers = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
+    marks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+    low, high = max(mark for mark in marks if mark <= least), min(mark for mark in marks if mark >= most)
+    inside = [mark for mark in marks if low <= mark <= high]
+    return {
+        "scale": {"type": "log", "domain": [low, high], "nice": False},
+        "axis": {"values": inside, "format": ",~r"},
+    }
 
 
 def _timeline(report: BenchReport) -> Spec | None:
@@ -270,14 +276,14 @@ def _timeline(report: BenchReport) -> Spec | None:
     ]
     legend = {} if len({each.status for each in sent}) > 1 else {"legend": None}
     return _plot(
-        "Whole answers over time, from the intended send",
+        f"{LATENCY} over time, from the intended send",
         points,
         description="Each circle is an answer, placed at the moment when its request was due. Its time counts from "
         "that moment, so a request that the client sent late does not look fast.",
         mark={"type": "point", "size": 12, "opacity": 0.6},
         encoding={
-            "x": _field("s", "quantitative", "seconds"),
-            "y": _field("ms", "quantitative", "milliseconds"),
+            "x": _field("s", "quantitative", "time of the run (s)"),
+            "y": _field("ms", "quantitative", f"{LATENCY} (ms)"),
             "color": _field("status", "nominal", "", **legend),
         },
     )
@@ -333,7 +339,7 @@ def _over_time(
     if len(rows) < _FEWEST_SAMPLES or not points:
         return None
     encoding = {
-        "x": _field("s", "quantitative", "seconds"),
+        "x": _field("s", "quantitative", "time of the run (s)"),
         "y": _field("value", "quantitative", unit),
         "color": _field("what", "nominal", ""),
     }
@@ -384,11 +390,13 @@ def _heat_map(records: Sequence[RequestRecord]) -> Spec | None:
         mark={"type": "rect", "aria": False},  # a name for each of thousands of cells helps no reader
         encoding={
             "x": _field("answer", "ordinal", "answers in order", axis={"labels": False, "ticks": False, "grid": False}),
-            "y": _field("token", "ordinal", "response", axis={"values": marks, "grid": False}, sort="descending"),
+            "y": _field(
+                "token", "ordinal", "number of the response", axis={"values": marks, "grid": False}, sort="descending"
+            ),
             "color": _field(
                 "ms",
                 "quantitative",
-                "ms",
+                "wait (ms)",
                 scale={"type": "sqrt", "scheme": "viridis"},
                 legend={"tickCount": 3, "gradientLength": _HEIGHT},
             ),
@@ -418,7 +426,7 @@ def _page(reports: Sequence[BenchReport], figures: Sequence[str]) -> str:
         whole = _table(("Stat", "Value"), report.rows())
         parts.append(f"<details><summary>All figures, with the names of NVIDIA's benchmark</summary>{whole}</details>")
     for title, lines in (
-        ("Notes", dict.fromkeys(note for report in reports for note in report.notes)),
+        ("Notes", dict.fromkeys(note for each in reports for note in (*each.verdict.reasons[1:], *each.notes))),
         ("What next", _next_steps(reports)),
     ):
         found = "".join(f"<li>{_with_code(line)}</li>" for line in lines)
@@ -438,27 +446,26 @@ def _subject(report: BenchReport) -> str:
 
 
 _TIMES = (
-    "Time per output token is an average over an answer, inter token latency a single wait between two tokens. Below a "
+    f"{TPOT} is an average over an answer, {ITL.lower()} a single wait between two tokens. Below a "
     "figure: the interval that holds its true value with 95 % confidence."
 )
 _MEANINGS: Mapping[Judgement, str] = {
-    "valid": "the client kept up, the figures did not drift, and they agree with each other and with the machine.",
-    "implausible": "the figures contradict each other or what the machine can do; do not use them.",
-    "client-limited": "the client was at its own limit, so the server may be faster than the figures.",
-    "disturbed": "something kept the client or the server from its work, so the server may be faster than the figures.",
-    "overloaded": "the server could not keep up with the load, so the times tell how long its queue grew.",
-    "not-steady": "the figures were still changing at the end, or are too few; a longer run may give others.",
+    "valid": "The client kept up, the figures did not drift, and they agree with each other and with the machine.",
+    "implausible": "The figures contradict each other or the machine; do not use them.",
+    "client-limited": "The server may be faster than these figures.",
+    "disturbed": "The server may be faster than these figures.",
+    "overloaded": "The server could not keep up, so the times tell how long its queue grew.",
+    "not-steady": "A longer run may give other figures.",
 }
 """What a verdict says about the figures, for those who meet it first on the page."""
 
 
 def _verdict(report: BenchReport, load: str = "") -> str:
-    """Return the judgement of a run and its reasons."""
-    judgement = report.verdict.judgement
-    reasons = " ".join(reason[:1].upper() + reason[1:] for reason in report.verdict.reasons)
-    meaning = _MEANINGS[judgement]
-    said = f'<span class="badge {judgement}">{judgement}</span> {_with_code(load)}{meaning[:1].upper()}{meaning[1:]}'
-    return f"<p>{said} {_with_code(reasons)}</p>"
+    """Return the judgement of a run and its first reason; others are among the notes."""
+    judgement, reasons = report.verdict.judgement, report.verdict.reasons
+    badge = f'<span class="badge {judgement}">{judgement}</span>'
+    reason = f" {reasons[0][:1].upper()}{reasons[0][1:]}" if reasons else ""
+    return f'<p class="verdict">{badge} {_with_code(load + _MEANINGS[judgement] + reason)}</p>'
 
 
 def _tiles(report: BenchReport) -> str:
@@ -466,10 +473,10 @@ def _tiles(report: BenchReport) -> str:
     figures = report.statistics
     tiles = [
         (brief(figures.requests_per_second), "requests/s"),
-        (f"{figures.output_tokens_per_second:,.0f}", "output tokens/s"),
-        (_milliseconds(figures.time_to_first_token_ms.p50), "first token, median") if report.streaming else None,
-        (_milliseconds(figures.time_per_output_token_ms.p50), "per output token, median") if report.streaming else None,
-        (_milliseconds(figures.latency_ms.p50), "whole answer, median"),
+        (brief(figures.output_tokens_per_second), "output tokens/s"),
+        (_milliseconds(figures.time_to_first_token_ms.p50), f"{TTFT}, p50") if report.streaming else None,
+        (_milliseconds(figures.time_per_output_token_ms.p50), f"{TPOT}, p50") if report.streaming else None,
+        (_milliseconds(figures.latency_ms.p50), f"{LATENCY}, p50"),
         (f"{figures.counts.completed:,} of {figures.counts.planned:,}", "requests answered"),
     ]
     shown = "".join(f"<div><strong>{value}</strong><span>{name}</span></div>" for value, name in filter(None, tiles))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +27,8 @@ from trtserve.errors import UsageError
 from trtserve.files import LARGEST_DATA, decode_as, parse_json, read_json_object, read_text
 
 COLUMNS = ("Stat", "Value")
+TTFT, TPOT, ITL = "Time to first token", "Time per output token", "Inter-token latency"
+LATENCY = "Request latency"
 SHORT_COLUMNS = ("ms", "avg", "p50", "p90", "p99")
 SCHEMA = 2
 REPORT = "report.json"
@@ -224,18 +226,18 @@ class BenchReport(RunFacts):
     def short_rows(self) -> list[tuple[str, ...]]:
         """Return the times that a person reads first."""
         statistics = self.statistics
-        measures = {"whole answer": statistics.latency_ms}
+        measures = {LATENCY: statistics.latency_ms}
         if self.streaming:
             measures = {
-                "first token": statistics.time_to_first_token_ms,
-                "per output token": statistics.time_per_output_token_ms,
+                TTFT: statistics.time_to_first_token_ms,
+                TPOT: statistics.time_per_output_token_ms,
                 **measures,
             }
         return [
             (
                 name,
-                _number(each.mean),
-                *(percentile_cell(each, quantile) for quantile in SHORT_COLUMNS[2:]),
+                _rounded(each.mean),
+                *(percentile_cell(each, quantile, _rounded) for quantile in SHORT_COLUMNS[2:]),
             )
             for name, each in measures.items()
         ]
@@ -249,7 +251,7 @@ class BenchReport(RunFacts):
             for name, number in (("failed", counts.failed), ("cancelled", counts.cancelled))
             if number
         )
-        flight, made = f"{statistics.requests_in_flight:.1f}", f"{statistics.output_tokens_per_second:,.0f}"
+        flight, made = brief(statistics.requests_in_flight), brief(statistics.output_tokens_per_second)
         prompt, answer = f"{statistics.input_tokens_per_request:.0f}", f"{statistics.output_tokens_per_request:.0f}"
         facts = [
             f"requests  {counts.completed} of {counts.planned} answered{others}, {flight} in flight{waits}",
@@ -262,12 +264,12 @@ class BenchReport(RunFacts):
     def interval_rows(self) -> list[tuple[str, ...]]:
         """Return genai-perf's table: a row for each measure, with the 95 % interval of its mean and percentiles."""
         statistics = self.statistics
-        measures = {"Request latency (ms)": statistics.latency_ms}
+        measures = {f"{LATENCY} (ms)": statistics.latency_ms}
         if self.streaming:
             measures = {
-                "Time to first token (ms)": statistics.time_to_first_token_ms,
-                "Time per output token (ms)": statistics.time_per_output_token_ms,
-                "Inter token latency (ms)": statistics.inter_token_ms,
+                f"{TTFT} (ms)": statistics.time_to_first_token_ms,
+                f"{TPOT} (ms)": statistics.time_per_output_token_ms,
+                f"{ITL} (ms)": statistics.inter_token_ms,
                 **measures,
             }
         measures["Tokens/s per user"] = statistics.tokens_per_second_per_user
@@ -275,8 +277,8 @@ class BenchReport(RunFacts):
             (
                 name,
                 _with_interval(each, "mean"),
-                _number(each.minimum),
-                _number(each.maximum),
+                _rounded(each.minimum),
+                _rounded(each.maximum),
                 *(_with_interval(each, quantile) for quantile in QUANTILES),
             )
             for name, each in measures.items()
@@ -291,9 +293,9 @@ class BenchReport(RunFacts):
             if record.sent_ns is not None and record.arrivals
         ]
         in_flight = [(int(row["time_ns"]), row["in_flight"]) for row in self.samples.rows]
-        lines = {"answers": sparkline(ended, total=True), "first token": sparkline(latencies)}
+        lines = {"answers": sparkline(ended, total=True), TTFT: sparkline(latencies)}
         lines["in flight"] = sparkline(in_flight)
-        peaks = {"first token": (latencies, " ms"), "in flight": (in_flight, "")}
+        peaks = {TTFT: (latencies, " ms"), "in flight": (in_flight, "")}
         tops = {
             name: f"  up to {brief(max(value for _, value in points))}{unit}"
             for name, (points, unit) in peaks.items()
@@ -304,12 +306,12 @@ class BenchReport(RunFacts):
 
 def brief(value: float) -> str:
     """Return three digits, or all of a larger number: `0.574`, `57.4`, `1,159`."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 99.95 else f"{round(value, 3):.3g}"
 
 
 def milliseconds(value: float) -> str:
-    """Return a time with its unit, from 1 s on in seconds."""
-    return f"{brief(value / 1000)} s" if value >= 1000 else f"{brief(value)} ms"
+    """Return a time with its unit, as `brief` rounds it."""
+    return f"{brief(value)} ms"
 
 
 def sparkline(points: Sequence[tuple[int, float]], *, total: bool = False) -> str:
@@ -448,20 +450,20 @@ def stage_rows(reports: Sequence[BenchReport]) -> list[tuple[str, ...]]:
     """Return column names and a row for each stage of a sweep, with the highest percentiles that all have data for."""
     first = highest_known([each.statistics.time_to_first_token_ms for each in reports]) or "p90"
     whole = highest_known([each.statistics.latency_ms for each in reports]) or "p50"
-    times = ("TTFT p50", f"TTFT {first}", "ITL p50", f"Latency {whole}")
+    times = ("TTFT p50 (ms)", f"TTFT {first} (ms)", "ITL p50 (ms)", f"Latency {whole} (ms)")
     rows: list[tuple[str, ...]] = [("Load", "Requests/s", "Tokens/s", *times, "Good/s", "Verdict")]
     for each in reports:
         figures = each.statistics
         rows.append(
             (
                 each.load,
-                f"{figures.requests_per_second:.2f}",
-                f"{figures.output_tokens_per_second:.1f}",
-                percentile_cell(figures.time_to_first_token_ms, "p50"),
-                percentile_cell(figures.time_to_first_token_ms, first),
-                percentile_cell(figures.inter_token_ms, "p50"),
-                percentile_cell(figures.latency_ms, whole),
-                f"{figures.goodput_per_second:.2f}",
+                brief(figures.requests_per_second),
+                brief(figures.output_tokens_per_second),
+                percentile_cell(figures.time_to_first_token_ms, "p50", _rounded),
+                percentile_cell(figures.time_to_first_token_ms, first, _rounded),
+                percentile_cell(figures.inter_token_ms, "p50", _rounded),
+                percentile_cell(figures.latency_ms, whole, _rounded),
+                brief(figures.goodput_per_second),
                 each.verdict.judgement,
             )
         )
@@ -492,9 +494,9 @@ def _distribution_rows(name: str, values: Distribution) -> list[Row]:
     ]
 
 
-def percentile_cell(values: Distribution, name: str) -> str:
+def percentile_cell(values: Distribution, name: str, written: Callable[[float | None], str] | None = None) -> str:
     """Return a percentile for a table, with the mark FEW where too few answers support it."""
-    return f"{_number(getattr(values, name))}{'' if _is_known(values, name) else FEW}"
+    return f"{(written or _number)(getattr(values, name))}{'' if _is_known(values, name) else FEW}"
 
 
 def _is_known(values: Distribution, name: str) -> bool:
@@ -530,17 +532,17 @@ def notes_on(statistics: Statistics) -> list[str]:
 def _with_interval(values: Distribution, name: str) -> str:
     figure, interval = getattr(values, name), values.intervals.get(name)
     if figure is None or interval is None or math.isinf(figure):
-        return _number(figure) if name == "mean" else percentile_cell(values, name)
-    low, high = (_bound(bound) for bound in interval)
-    return f"{_number(figure)} ({low} – {high})"
+        return _rounded(figure) if name == "mean" else percentile_cell(values, name, _rounded)
+    low, high = ("∞" if math.isinf(bound) else brief(bound) for bound in interval)
+    return f"{brief(figure)} ({low} – {high})"
 
 
-def _bound(value: float) -> str:
-    """Return a bound of an interval with about three digits; more would pretend a precision that it says is missing."""
-    return "∞" if math.isinf(value) else f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
+def _rounded(value: float | None) -> str:
+    return _number(value) if value is None or math.isinf(value) else brief(value)
 
 
 def _number(value: float | None) -> str:
+    """Return a figure of NVIDIA's table, which has two decimals."""
     if value is None:
         return "n/a"
     return "∞ (requests failed)" if math.isinf(value) else f"{value:.2f}"

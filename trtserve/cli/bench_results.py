@@ -153,6 +153,8 @@ def _percentage(flag: str, text: str) -> float:
 
 
 def _row(each: Difference, allowed: float) -> tuple[str, ...]:
+    from trtserve.bench.report import brief
+
     judgement = "worse" if each.worse_than(allowed) else "better" if each.better else "no difference seen"
     if each.interval is None:
         interval, judgement = "not enough data", "unknown"
@@ -164,8 +166,8 @@ def _row(each: Difference, allowed: float) -> tuple[str, ...]:
         compared = f"{each.pairs} pairs of runs" if each.paired else "{} and {} runs".format(*each.runs)
     return (
         f"{each.name}, {compared}",
-        f"{each.before:.2f}",
-        f"{each.after:.2f}",
+        brief(each.before),
+        brief(each.after),
         f"{each.relative:+.1%}",
         interval,
         judgement,
@@ -208,7 +210,7 @@ def say_notes(reports: Sequence[BenchReport], say: Callable[[str], None]) -> Non
         load = f" at {report.load}" if len(reports) > 1 else ""
         if not load:  # how the run went over time
             for name, line in report.sparklines():
-                say(f"{name:<12} {line}")
+                say(f"{name:<19} {line}")
         for note in report.notes:
             if note not in common:
                 say(f"note{load}: {note}")

@@ -554,7 +554,7 @@ def _described(times: AnswerTimes) -> str:
         f"{times.tokens} tokens" if times.tokens is not None else f"{times.seconds:.1f} s",
         *([f"{times.thought:.0%} of it thoughts (/thoughts)"] if times.thought else []),
         *([] if rate is None else [f"{rate:.1f} tokens/s"]),
-        *([] if times.first is None else [f"first after {times.first * 1000:.0f} ms"]),
+        *([] if times.first is None else [f"time to first token {times.first * 1000:.0f} ms"]),
     ]
     return ", ".join(parts)
 
