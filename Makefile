@@ -172,6 +172,7 @@ golden: $(VENV)/.oracle ## reference tokens and logits from transformers; instal
 
 $(READY): pyproject.toml $(wildcard $(LOCK))
 	@test -n "$(PYTHON)" || { echo "trtserve needs Python 3.10, 3.11 or 3.12 with venv; set PYTHON=..." >&2; exit 1; }
+	@echo "Installing trtserve and what it needs into $(VENV), which takes about a minute" >&2
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 ifneq ($(LOCK),)
 	$(INSTALL) --require-hashes -r $(LOCK)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -402,6 +403,10 @@ def test_a_dry_run_lists_the_lanes(
     assert run(["tune", str(tmp_path / "setup.yaml"), "--dry-run", *arguments]) == 0
     said = capsys.readouterr()
     assert "… and 10 more" in said.err
+    assert "This machine was not measured" in said.err
+    assert "the figures are guesses" in said.err
+    after = shlex.join(["trtserve", "tune", str(tmp_path / "setup.yaml"), *arguments])
+    assert said.err.splitlines()[-1] == f"Next: {after}"
     # Each of the 30 lanes has one of these loads.
     assert sum("concurrency" in row for row in said.out.splitlines()) == 20
     assert list(tmp_path.glob("*.tune")) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -73,6 +74,7 @@ def tune(
     from trtserve.pipeline.tuning.answer import error_lines, headline, make_answer, write_answer
     from trtserve.pipeline.tuning.search import Goal, prepare
     from trtserve.pipeline.tuning.space import find_space
+    from trtserve.specs.command_line import spec_arguments
     from trtserve.store import Store
 
     progress, store, setup = TerminalProgress(quiet=quiet), Store(), read_setup(file)
@@ -81,7 +83,10 @@ def tune(
     space = find_space(setup, asked, store=store, progress=progress)
     goal = Goal(limits=asked.goal, aim=asked.aim)
     if dry_run:
-        _print_space(space, prepare(space, goal, asked, folder, store), json=json)
+        _print_space(space, prepare(space, goal, asked, folder, store, progress=progress), json=json)
+        if not quiet and not json:
+            say("Nothing was built or measured: the figures are guesses until `tune` has tried the best.")
+            say(f"Next: {shlex.join(['trtserve', 'tune', str(file), *spec_arguments(wanted)])}")
         return
     page = _can_draw(progress)
     folder.mkdir(parents=True, exist_ok=True)

@@ -8,9 +8,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec, ServerSpec
+from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.specs.options import Option, Spec, options_of
-from trtserve.specs.server import ManySpec
 
 S = TypeVar("S", bound=Spec)
 
@@ -21,9 +20,7 @@ PLACE = ("runtime", "trtllm_version", "container", "container_flags", "build_wor
 """Fields of BuildSpec that say where and with what an engine is built, not what it is like."""
 
 
-def given_values(
-    spec: ConvertSpec | BuildSpec | RepositorySpec | ServerSpec | ManySpec, *, without: Collection[str] = ()
-) -> dict[str, Any]:
+def given_values(spec: Spec, *, without: Collection[str] = ()) -> dict[str, Any]:
     """Return field → value, in the types of JSON, of all fields that differ from their default; a name is left out."""
     found = {name: (option, getattr(spec, name)) for name, option in options_of(type(spec)).items()}
     return {
@@ -47,8 +44,8 @@ def option_words(values: Mapping[str, Any]) -> list[str]:
     return [word for name, value in values.items() for word in _words(name, value, _options().get(name))]
 
 
-def spec_arguments(spec: ServerSpec | ManySpec) -> list[str]:
-    """Return the command-line arguments that give a server's options, except for its name and its API key."""
+def spec_arguments(spec: Spec) -> list[str]:
+    """Return the command-line arguments that give these options, except for its name and its API key."""
     options = options_of(type(spec))
     given = given_values(spec, without=("api_key",))
     words = (word for name, value in given.items() for word in _words(name, value, options[name]))
