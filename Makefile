@@ -30,6 +30,7 @@ help: ## this list
 demo: $(READY) ## a real model from import to a measured answer, on a real Triton server
 	PATH="$(abspath $(BIN)):$$PATH" TRTSERVE_HOME="$(abspath .demo)" bash examples/demo.sh
 	@printf '\nTo use trtserve in this shell: source $(BIN)/activate\n'
+	@printf "For the plots of bench --html, then also: pip install 'vl-convert-python>=1.6,<2'\n"
 
 PYTEST = $(BIN)/python -m tests.support.run_again --numprocesses $(JOBS) --no-loadscope-reorder --durations=25
 

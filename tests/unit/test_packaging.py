@@ -117,3 +117,15 @@ def _is_package(folder: Path) -> bool:
     """True when `folder` and all above it, up to the package, have an `__init__.py`."""
     above = [folder, *folder.parents]
     return all((level / "__init__.py").exists() for level in above[: above.index(PACKAGE) + 1])
+
+
+def test_make_demo_says_what_takes_long_and_what_it_does_not_install() -> None:
+    rules = (ROOT / "Makefile").read_text(encoding="utf-8")
+    demo = rules.partition("\ndemo:")[2].partition("\n\n")[0]
+    ready = rules.partition("\n$(READY):")[2].partition("\n\n")[0]
+    assert 0 < ready.find("Installing trtserve") < ready.find("$(INSTALL)")
+    (report,) = re.findall(
+        r'^report = \["(.+)"\]$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    locked = (ROOT / ".ci" / "lock.txt").read_text(encoding="utf-8")
+    assert f"pip install '{report}'" in demo or f"{report.partition('>')[0]}==" in locked
