@@ -14,6 +14,7 @@ from trtserve.cli import run
 from trtserve.errors import MissingDependencyError, UsageError
 from trtserve.executor.api import Executor, ExecutorConfig, ModelType, OutputConfig, Request, Response
 from trtserve.executor.vllm.installation import VARIABLE, find_installation, require_installation
+from trtserve.store import Store
 
 
 def test_the_installation_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +82,9 @@ def test_an_environment_of_its_own_is_made_on_request(
     assert run([*words, "0.32 --pre"]) == UsageError.code
     assert run([*words, "0.99.0"]) == MissingDependencyError.code
     assert "vLLM 0.99.0 cannot be installed" in capsys.readouterr().err
+    assert run(words[:-1]) == MissingDependencyError.code  # before the name is taken
+    assert Store().recorded() == []
+    assert run([*words, "0.32.0", "--dry-run"]) == 0
     assert run([*words, "0.32.0"]) == 0
     found = require_installation()  # of the store, where no other one is named
     assert (found.version, found.python) == ("0.32.0+cpu", tmp_path / "home" / "vllm" / "bin" / "python")

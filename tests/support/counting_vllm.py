@@ -84,7 +84,7 @@ def pooling_repository(home: Path, python: Path | None = None) -> Path:
         name="vllm_model",
         convert=ConvertSpec(),
         build=BuildSpec(runtime="vllm", max_seq_len=64),
-        repository=RepositorySpec(vllm_python=None if python is None else str(python)),
+        repository=RepositorySpec(vllm_python="any" if python is None else str(python)),
         store=Store(home),
     )
     return import_to_repository(spec, store=Store(home)).path

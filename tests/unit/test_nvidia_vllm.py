@@ -117,9 +117,9 @@ def test_what_means_nothing_for_a_pooling_model_is_refused(
 ) -> None:
     model = write_tiny_model(tmp_path / "model", architectures=["BertModel"])
     asked = [word.format(model=model) for word in words]
-    assert run(["repo", str(model), "--runtime", "vllm", *asked]) == 2
+    assert run(["repo", str(model), "--runtime", "vllm", "--vllm-python", "any", *asked]) == 2
     assert message in capsys.readouterr().err
-    assert run(["repo", str(model), "--runtime", "vllm", "--dry-run"]) == 0
+    assert run(["repo", str(model), "--runtime", "vllm", "--vllm-python", "any", "--dry-run"]) == 0
     assert "models    model" in capsys.readouterr().out
 
 

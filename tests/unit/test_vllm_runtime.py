@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.counting_vllm import PACKAGES
 from trtserve.artifacts.engine_config import EngineConfig
-from trtserve.errors import UnsupportedModelError, UsageError
+from trtserve.errors import MissingDependencyError, UnsupportedModelError, UsageError
 from trtserve.executor import runtimes
 from trtserve.executor.engine.admission import check_outputs
 from trtserve.executor.engine.limits import (
@@ -180,16 +180,19 @@ def test_transformers_own_implementation_needs_no_entry_in_the_registry() -> Non
     assert planned(hf, settings={"model_impl": "transformers"}).model.architecture == "NewForCausalLM"
 
 
-def test_without_vllm_here_the_table_of_its_releases_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trtserve.repository.assembling.find_installation", lambda _: None)
+def test_for_another_machine_the_table_of_vllms_releases_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtserve.executor.vllm.installation.find_installation", lambda _: None)
 
-    def serves(architecture: str, **settings: str) -> EngineConfig:
+    def serves(architecture: str, python: str | None = "any", **settings: str) -> EngineConfig:
         hf = {**LLAMA, "architectures": [architecture]}
-        spec = RepositorySpec(name="any", settings=settings)
+        spec = RepositorySpec(name="any", settings=settings, vllm_python=python)
         return require_vllm_serves(hf, 10**9, spec, convert=ConvertSpec(), build=BuildSpec())
 
     config = serves("Qwen3MoeForCausalLM", kv_cache_dtype="fp8")
     assert (config.trtserve.device, config.trtserve.vllm_python) == ("cuda", "")
+    with pytest.raises(MissingDependencyError, match="needs vLLM, which is not installed here") as caught:
+        serves("LlamaForCausalLM", None)
+    assert "--vllm-python any" in str(caught.value.hint)
     assert serves("AquilaForCausalLM").model.architecture == "AquilaForCausalLM"  # of older releases
     with pytest.raises(UnsupportedModelError, match="no implementation of NobodysModel"):
         serves("NobodysModel")

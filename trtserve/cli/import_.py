@@ -78,10 +78,11 @@ def import_(
 
     wanted.require_one_place()
     progress = TerminalProgress(quiet=quiet)
-    if wanted.install_vllm is not None and not dry_run:
-        from trtserve.executor.vllm.installation import install_vllm
+    if wanted.install_vllm is not None:
+        from trtserve.executor.vllm.installation import ANY, install_vllm
 
-        repository = replace(repository, vllm_python=str(install_vllm(wanted.install_vllm, progress)))
+        python = ANY if dry_run else str(install_vllm(wanted.install_vllm, progress))
+        repository = replace(repository, vllm_python=python)
     spec = resolve_import(
         source,
         name=name,

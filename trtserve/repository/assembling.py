@@ -13,7 +13,7 @@ from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import CorruptFileError, UsageError
 from trtserve.executor.loaders import embedded_runtime, is_embedded, is_embedded_runtime
 from trtserve.executor.runtimes import RUNTIMES
-from trtserve.executor.vllm.installation import any_release, find_installation
+from trtserve.executor.vllm.installation import ANY, any_release, require_installation
 from trtserve.executor.vllm.runtime import vllm_engine_config
 from trtserve.files import read_json_object
 from trtserve.progress import Progress
@@ -302,7 +302,7 @@ def plan_vllm_repository(
 
     Settings that are not parameters of the Triton models are arguments of vLLM's engine. Raises UsageError for those
     that the vLLM here does not have, UnsupportedModelError for an architecture that it does not know,
-    MissingDependencyError for a `--vllm-python` without vLLM, and what `plan_repository` raises.
+    MissingDependencyError without vLLM here unless `--vllm-python any`, and what `plan_repository` raises.
     """
     require_weights(model.path)
     hf, files = read_json_object(model.path / "config.json", CorruptFileError), own_files(model.path)
@@ -354,10 +354,11 @@ def _config(
     build: BuildSpec,
 ) -> tuple[EngineConfig, bool]:
     """Return the engine's config, and whether the model makes vectors or scores instead of text."""
-    # Without one here, as for a container or another machine, the tables of vLLM's releases answer.
-    installation = find_installation(spec.vllm_python) or any_release()
+    # For a container or another machine the tables of vLLM's releases answer.
+    named = None if spec.vllm_python == ANY else spec.vllm_python
+    installation = any_release() if spec.vllm_python == ANY else require_installation(named)
     settings, pooled = split_settings(spec.settings)[1], pools(hf, files, spec, installation)
-    made = vllm_engine_config(hf, weights, convert, build, settings, installation, named=spec.vllm_python, pools=pooled)
+    made = vllm_engine_config(hf, weights, convert, build, settings, installation, named=named, pools=pooled)
     return made, pooled
 
 

@@ -136,7 +136,8 @@ class RepositorySpec(ForRelease):
     vllm_python: str | None = _requests(
         None,
         metavar="PYTHON",
-        help="Interpreter that has vLLM, or the folder of its virtual environment, for --runtime vllm.",
+        help="Interpreter that has vLLM, or the folder of its virtual environment, for --runtime vllm; any: that of a "
+        "container or another machine.",
         unset="the one that runs trtserve",
         variable="TRTSERVE_VLLM_PYTHON",
     )

@@ -28,6 +28,7 @@ from trtserve.store import Store
 
 OPTION = "--vllm-python"
 VARIABLE = "TRTSERVE_VLLM_PYTHON"
+ANY = "any"  # for OPTION: the vLLM of a container or another machine, of which only the table of releases is known
 FIRST = (0, 13)  # the first release with the names that the engine side uses
 
 _QUESTION = "import importlib.util as u; s = u.find_spec('vllm'); print(s.origin if s and s.origin else '')"
@@ -215,7 +216,8 @@ def require_installation(python: str | None = None) -> VllmInstallation:
         raise MissingDependencyError(
             "The vllm runtime needs vLLM, which is not installed here.",
             hint="Let `trtserve import MODEL --runtime vllm --install-vllm newest` make an environment for it, or name "
-            f"one that you have: {OPTION} ~/vllm (or {VARIABLE}).",
+            f"one that you have: {OPTION} ~/vllm (or {VARIABLE}). For a container or another machine: import with "
+            f"{OPTION} {ANY}.",
         )
     return found
 
