@@ -418,3 +418,14 @@ def test_prune_removes_no_build_that_a_command_uses() -> None:
     store = Store()
     with store.in_use("llama"), pytest.raises(LockedError):
         remove(plan_prune(store), store=store)
+
+
+@pytest.mark.parametrize("name", ["bad\x1b]0;x\x07\nname-abc", "my notes", "-abc\n"])
+def test_a_folder_with_a_name_that_no_command_makes_stays_and_stops_no_prune(name: str) -> None:
+    store = Store()
+    foreign, unfinished = (store.folder(ModelRepository) / each for each in (name, "demo-0123456789ab"))
+    foreign.mkdir(parents=True)
+    unfinished.mkdir()
+    assert run(["prune"]) == 0
+    assert foreign.is_dir()
+    assert not unfinished.exists()

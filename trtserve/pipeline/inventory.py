@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from trtserve.specs.runtime import weights_precision
 from trtserve.store import NameRecord, Store
 
 _KINDS: tuple[type[Artifact], ...] = (Model, Checkpoint, Engine, ModelRepository, Adapter)
+_OWN = re.compile(r"[A-Za-z0-9._-]+")  # what a folder that the store makes is called
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,8 @@ def plan_prune(store: Store | None = None) -> Removal:
     links = {Path(os.path.realpath(path)) for folder in kept for path in folder.rglob("*") if path.is_symlink()}
     resolved = {folder.resolve() for folder in kept} | {above for link in links for above in link.parents}
     made = [artefact.path for kind in _KINDS for artefact in store.complete(kind)]
-    going = {path for path in made if path.resolve() not in resolved} | set(_unfinished(store))
+    going = {path for path in made if path.resolve() not in resolved and _OWN.fullmatch(path.name)}
+    going |= set(_unfinished(store))
     # The names that an import may just be filling.
     others = {folder.name.rpartition("-")[0] for folder in going if not folder.name.startswith(".")} - {""}
     size = freed_bytes(going)
@@ -156,10 +159,13 @@ def _names_in_store(store: Store) -> dict[str, list[Path]]:
 
 
 def _unfinished(store: Store) -> Iterator[Path]:
-    """Yield the remains of killed processes: downloads, and artefacts that were being made, replaced or removed."""
-    yield from (path for path in store.downloads.glob("*") if path.is_dir())
+    """Yield the remains of killed processes: downloads, and artefacts that were being made, replaced or removed.
+
+    A folder whose name no command makes is not the store's, and stays.
+    """
+    yield from (path for path in store.downloads.glob("*") if path.is_dir() and _OWN.fullmatch(path.name))
     for kind in _KINDS:
-        folders = (path for path in store.folder(kind).glob("*") if path.is_dir())
+        folders = (path for path in store.folder(kind).glob("*") if path.is_dir() and _OWN.fullmatch(path.name))
         yield from (path for path in folders if path.name.startswith(".") or not (path / MANIFEST).exists())
 
 
