@@ -206,11 +206,11 @@ def test_neutral_parameters_are_recognised(
     assert (processor.neutral, processor.keeps_order) == (neutral, keeps_order)
 
 
-@pytest.mark.parametrize("config", [{"presence_penalty": float("nan")}, {"repetition_penalty": 1e-45}])
+@pytest.mark.parametrize("config", [{"presence_penalty": float("nan")}, {"repetition_penalty": 1e-9}])
 def test_overflowing_penalties_affect_only_their_row(config: dict[str, float]) -> None:
     sampling = [SamplingConfig(**config), SamplingConfig()]
     rows = [SamplingRow(sampling_parameters(each), processor_of(each, [3]), []) for each in sampling]
-    logits = np.ones((2, VOCAB), dtype=np.float32)
+    logits = np.full((2, VOCAB), 1e30, dtype=np.float32)
     assert [choice.token for choice in choose_tokens(logits, rows)] == [UNDEFINED, 0]
 
 
