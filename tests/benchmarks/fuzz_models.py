@@ -34,6 +34,9 @@ from trtserve.server.state import Server
 IN_FLIGHT = 8
 LONGEST = 60.0
 """Seconds after which an answer counts as a hang; the machine may be slow, and others wait before it."""
+SHAPES = 1000
+"""Requests of many lengths before the others: OpenVINO keeps kernels for each number of tokens in a step, up to a bound
+(54 MiB with the demo model) that wrong requests, most of which are short, would reach in hours."""
 SETTLED = 0.5
 """Part of the requests after which caches and pools are full."""
 GROWTH = 1.1
@@ -90,6 +93,7 @@ class _Fuzz:
             self._models = [await asyncio.to_thread(client.describe, name) for name in MODELS]
         timeout = aiohttp.ClientTimeout(total=LONGEST)
         async with aiohttp.ClientSession(self._server.url, timeout=timeout) as session, connected(self._server) as stub:
+            await asyncio.gather(*(self._fill_caches(session, each) for each in range(IN_FLIGHT)))
             await asyncio.gather(*(self._send(session, stub) for _ in range(IN_FLIGHT)))
         self.seconds = time.monotonic() - began
         self._measure()
@@ -98,6 +102,15 @@ class _Fuzz:
             self.memory[name] = [round(size / 2**20) for size in sizes]
             if sizes[-1] > GROWTH * sizes[int(SETTLED * len(sizes))]:
                 self.wrong.append(f"the memory of {name} grew in the second half")
+
+    async def _fill_caches(self, session: aiohttp.ClientSession, seed: int) -> None:
+        """Send one client's part of the requests of many lengths, one after the other."""
+        chance, name = random.Random(seed), self._server.model or "soak"
+        for _ in range(SHAPES // IN_FLIGHT):
+            length = chance.randint(1, 16) if chance.random() < 0.5 else chance.randint(1, 300)
+            body = {"model": name, "prompt": [5] * length, "max_tokens": 2}
+            async with session.post("/v1/completions", json=body) as answer:
+                answer.raise_for_status()
 
     async def _send(self, session: aiohttp.ClientSession, stub: Any) -> None:
         while self._sent < self._count and len(self.wrong) < 20:
