@@ -305,7 +305,7 @@ def test_the_page(url: str, features: ModelServer) -> None:
         page.evaluate("document.querySelector('#max_tokens').value = '5'")
         page.keyboard.type("Hi")
         page.keyboard.press("Enter")
-        page.get_by_text("tokens/s, first in").wait_for()
+        page.get_by_text("tokens/s, time to first token").wait_for()
         page.evaluate(f"document.querySelector('#max_tokens').value = '{ENDLESS}'")
         for _ in range(10):  # an answer takes a second, in which a busy machine may not press Escape
             page.keyboard.type("Tell me a story")
