@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from tests.support.tiny_models import read_safetensors, write_safetensors
 from trtserve.checkpoint.architectures.base import Target
-from trtserve.checkpoint.placement import Placement, match, moves
+from trtserve.checkpoint.placement import Placement, match, moves, runs
 from trtserve.checkpoint.sharding import stage_layers
 from trtserve.checkpoint.source import SourceTensor
 from trtserve.checkpoint.streaming import carry_out, created
@@ -93,6 +94,19 @@ def test_rows_before_the_first_run_are_skipped(tmp_path: Path) -> None:
     np.testing.assert_array_equal(placed(tmp_path, wanted, ROWS, 1)[0], ROWS[2:])
     with pytest.raises(ConversionError, match=r"a is \[6, 4\], expected \[5, 4\]"):
         match([target(sources=("a",), shape=(4, 4), parts=(), order=((1, 4),))], one_source(tmp_path, ROWS), ())
+
+
+def test_shapes_are_compared_once_for_each_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def counted(each: Target) -> Iterator[tuple[str, int, int]]:
+        asked.append(each.name)
+        return runs(each)
+
+    monkeypatch.setattr("trtserve.checkpoint.placement.runs", counted)
+    reordered = target(sources=("a",), parts=(), order=tuple((row, 1) for row in (5, 3, 1, 0, 2, 4)))
+    match([reordered], one_source(tmp_path, ROWS), ())
+    assert asked == ["fused", "fused"], "for the uses, and for the shapes: not for each of its runs"
 
 
 def test_fused_halves_are_split_separately(tmp_path: Path) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from tests.support.tiny_models import write_tiny_model
 from trtserve.cli import run
-from trtserve.errors import ModelNotFoundError, UsageError
-from trtserve.pipeline.estimate import known_models
+from trtserve.errors import MemoryLimitError, ModelNotFoundError, UsageError
+from trtserve.pipeline.estimate import Question, known_models, list_known, plan_needs, require_fit
+from trtserve.specs import BuildSpec, ConvertSpec
 from trtserve.store.sources import ALIASES, RESERVED_NAMES, other_meaning, parse_source, served_name
 
 
@@ -198,6 +201,25 @@ def test_models_are_listed_with_what_fits(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setattr("trtserve.host.machine.free_memory", lambda: 0)
     assert run(["models"]) == 0
     assert "gated\tno: 32.1 GiB of weights in " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mib", [600, 1300, 1600, 4000])
+def test_the_list_of_models_says_what_plan_says(mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs it plans no conversion: those of 50 models took five seconds."""
+    monkeypatch.setattr("trtserve.host.machine.free_memory", lambda: mib << 20)
+    name = "qwen2.5-0.5b-instruct"
+    found: str | None = None
+    quantizes: tuple[Literal["none", "int8", "int4"], ...] = ("none", "int8", "int4")
+    for quantize in quantizes:
+        question = Question(convert=ConvertSpec(quantize=quantize), build=BuildSpec(runtime="openvino"))
+        with suppress(MemoryLimitError):
+            require_fit(plan_needs(name, question))
+            found = found or ("yes" if quantize == "none" else quantize)
+    monkeypatch.setattr("trtserve.pipeline.estimate.automatic_runtime", lambda: ("openvino", ""))
+    monkeypatch.delattr("trtserve.pipeline.estimate.plan_own_conversion")
+    ((_, listed),) = list_known([name])
+    assert listed.fit == (found or "no")
+    assert found == {600: None, 1300: "int4", 1600: "int8", 4000: "yes"}[mib]
 
 
 @pytest.mark.parametrize(

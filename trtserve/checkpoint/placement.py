@@ -265,7 +265,7 @@ def runs(target: Target) -> Iterator[tuple[str, int, int]]:
 def _misshaped(uses: Iterable[Use]) -> list[str]:
     """Return sources whose shapes do not fit their targets."""
     used = list(uses)
-    expected = source_shapes(use.target for use in used)
+    expected = source_shapes({use.target.name: use.target for use in used}.values())  # a target has a use for each run
     sources = {use.source.name: use.source for use in used}
     return [
         f"{name} is {list(source.entry.shape)}, expected {list(expected[name])}"

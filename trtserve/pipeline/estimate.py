@@ -99,8 +99,10 @@ def plan_known_model(source: Source, store: Store) -> ModelPlan | None:
     known = next((each for each in known_models() if each.repository == source.location), None)
     if source.kind != "hub" or source.revision or source.gguf or known is None:
         return None
-    if stored_files(source, store, offline=True) is not None:
-        return None
+    return None if stored_files(source, store, offline=True) is not None else _from_shapes(known, source, store)
+
+
+def _from_shapes(known: KnownModel, source: Source, store: Store) -> ModelPlan:
     size = max(end for entry in tensor_table(known.config).values() for end in entry["data_offsets"])
     file = RemoteFile(name=SINGLE, size=size, digest="")
     found = ModelFiles(source=source, files=(file,), config=known.config)
@@ -501,16 +503,17 @@ def list_known(words: Sequence[str] = ()) -> Iterator[tuple[KnownModel, KnownFit
 
 
 def _fit(model: KnownModel) -> KnownFit:
-    # Weights beyond the memory need no estimate, which would search long for what fits.
-    limit = available_memory().free if automatic_runtime()[0] == CPU_RUNTIME else None
+    on_cpu = automatic_runtime()[0] == CPU_RUNTIME
+    limit = available_memory().free if on_cpu else None
     for quantize, fit, size in _PRECISIONS:
         if limit is not None and model.source_bytes * size > limit:
-            continue
+            continue  # weights beyond the memory need no estimate
+        question = Question(convert=ConvertSpec(quantize=quantize), build=BuildSpec())
         try:
-            need = plan_needs(model.alias, Question(convert=ConvertSpec(quantize=quantize), build=BuildSpec()))
-            if need.problem:
-                return KnownFit(fit="no", lacks="runtime", reason=need.problem)
-            require_fit(need)
+            if on_cpu:
+                _require_engine_fit(model, _with_runtime(question))
+            else:
+                require_fit(plan_needs(model.alias, question))
         except MemoryLimitError:
             continue
         except UsageError as error:  # a GPU that nothing is known about
@@ -521,3 +524,12 @@ def _fit(model: KnownModel) -> KnownFit:
     precision, _, size = _PRECISIONS[-1]
     weights = format_bytes(int(model.source_bytes * size))
     return KnownFit(fit="no", lacks="memory", reason=f"{weights} of weights in {precision}")
+
+
+def _require_engine_fit(model: KnownModel, question: Question) -> None:
+    """Raise what `require_fit` raises: an engine follows from config.json alone, without the plan of a conversion."""
+    need, problem = _engine_need(_from_shapes(model, parse_source(model.alias), Store()), question)
+    if need is None:
+        raise UnsupportedModelError(str(problem))
+    if need.total > available_memory(build_addresses(need.engine, tokenizer=True)).free:
+        raise MemoryLimitError(f"{model.alias} does not fit the free memory of this machine.")
