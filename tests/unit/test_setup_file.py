@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from trtserve.artifacts import Engine
 from trtserve.cli import run
 from trtserve.errors import DiskSpaceError, LockedError, ServerRunningError, UsageError
 from trtserve.files import locked, write_whole
+from trtserve.host.ports import listening_socket
 from trtserve.pipeline.setup_file import Setup
 from trtserve.pipeline.setup_file import plan as setup_plan
 from trtserve.pipeline.setup_file.plan import bring_down, bring_up, plan_setup
 from trtserve.pipeline.setup_file.reading import read_setup, template
 from trtserve.process import ProcessId
+from trtserve.server.detach import start_arguments
 from trtserve.server.state import Server, forget, start_lock, write_state
 from trtserve.store import Store
 
@@ -67,6 +70,9 @@ def test_template_is_valid_with_every_commented_key_but_the_draft(tmp_path: Path
     assert (setup.models[0].convert.quantize, setup.models[0].convert.tp_size) == ("int8", 2)
     assert setup.servers[0].spec.restart == "on-failure"
     validate_setup(yaml.safe_load(text))
+    benchmarks = template().partition("# benchmarks:")[2].replace("\n#", "\n")
+    assert setup_of(tmp_path, f"{text[: text.index('# benchmarks')]}benchmarks:{benchmarks}").benchmarks
+    assert max(map(len, template().splitlines())) < 80, "a terminal shows it without wrapped lines"
 
 
 def test_values_become_specs(tmp_path: Path) -> None:
@@ -367,6 +373,40 @@ def test_the_plan_names_what_a_restart_changes(
     assert "--ui is dropped, --http-port 18200 → 9000)" in said
     assert "--model-repository /old → " in said
     assert "--name" not in said
+
+
+def test_moved_ports_and_servers_that_the_file_does_not_name_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "setup.yaml"
+    file.write_text(MODEL + "    runtime: openvino\n", encoding="utf-8")
+    bring_up(plan_setup(read_setup(file)))
+    repository = plan_setup(read_setup(file)).models[0].repository
+    assert repository is not None
+    with listening_socket("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        file.write_text(file.read_text() + FRONT.partition("openvino\n")[2].replace("true", f"true, http_port: {port}"))
+        assert run(["diff", str(file)]) == 0
+        assert f"server front: start (http_port {port} → " in capsys.readouterr().out
+
+        running = server_record("front", supervisor=ProcessId.of(os.getpid()))  # on ports 1, 2 and 3
+        write_state(running, Store())
+        write_state(server_record("old"), Store())
+        spec = replace(read_setup(file).servers[0].spec, http_port=1, grpc_port=2, metrics_port=3)
+        words = ["-m", "trtserve", *start_arguments(repository, spec)]
+        monkeypatch.setattr(setup_plan, "arguments", lambda _: words)
+        for command in (["diff", str(file)], ["up", str(file), "--dry-run"]):
+            assert run(command) == 0
+            said = " ".join(capsys.readouterr().err.split())
+            assert f"Server front keeps its ports, as auto_ports allows: http_port {port} → 1" in said
+            assert "Server old runs, and the file does not name it. To stop it: trtserve stop old" in said
+        words.append("--ui")
+        assert run(["diff", str(file)]) == 0
+        out = capsys.readouterr().out
+        assert "--ui is dropped" in out
+        assert f"http_port {port} → 1" in out, "another program has the port of the file"
+    assert run(["diff", str(file)]) == 0
+    assert f"--http-port 1 → {port}" in capsys.readouterr().out, "it is free again"
 
 
 def test_a_draft_model_is_built_first_and_served_with_its_target(tmp_path: Path) -> None:

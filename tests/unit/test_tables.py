@@ -7,7 +7,7 @@ import sys
 import pytest
 from rich.text import Text
 
-from trtserve.cli.output import print_table
+from trtserve.cli.output import count, print_table
 
 COLUMNS = ("name", "http", "policy", "kv cache")
 ROWS = [("demo", "127.0.0.1:19000", "no-streaming", "0 of 1024 blocks"), ("b", "0.0.0.0:8000", "streaming", "-")]
@@ -55,8 +55,33 @@ def test_no_table_is_wider_than_the_terminal(
     lines = [Text.from_ansi(line).plain for line in capsys.readouterr().out.splitlines()]
     assert all(len(line) <= width for line in lines)
     assert "last-one" in "".join(lines)
-    # From there on no cell takes more than three lines; what is narrower gets blocks.
+    # From there on no cell takes more than three lines; what is narrower gets blocks. With 120 no cell needs two lines.
     assert (lines[0] == "name        tiny-int8") == (width < 103)
-    if width >= 103:
+    if width >= 103 and width != 120:
         assert len({len(line) for line in lines}) == 1
         assert (lines[0][-1], lines[-1][-1]) == ("┓", "┘")
+
+
+def test_a_row_is_a_line_where_the_table_has_room_without_its_rules(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    row = ("granite-3.1-1b-a400m-instruct", "1.33 B", "apache-2.0", "no: memory")
+    print_table(("alias", "size", "licence", "fits here"), [row, row])
+    lines = [Text.from_ansi(line).plain.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[-2:] == [" ".join(row).split()] * 2
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (3_300_000, "3.3 M"),
+        (99_960_000, "100 M"),
+        (999_600_000, "1.00 B"),
+        (13_020_000_000, "13.0 B"),
+        (10**12, "1000 B"),
+    ],
+)
+def test_parameters_have_at_most_three_digits(number: int, text: str) -> None:
+    assert count(number) == text

@@ -155,8 +155,10 @@ def _print_envelope(envelope: Mapping[str, object]) -> None:
 
 
 def count(number: int) -> str:
-    """Return a number of parameters for people: `8.03 B`, `3.8 M`."""
-    return f"{number / 1e9:.2f} B" if number >= 10**9 else f"{number / 1e6:.1f} M"
+    """Return a number of parameters for people: `8.03 B`, `3.8 M`, three digits or less below a trillion."""
+    if number >= 999_500_000:
+        return f"{number / 1e9:.{2 - (number >= 10**10) - (number >= 10**11)}f} B"
+    return f"{number / 1e6:.{number < 99_950_000:d}f} M"
 
 
 def print_stages(stages: Sequence[StageSummary]) -> None:
@@ -176,8 +178,8 @@ def print_commands(stages: Sequence[StageSummary]) -> None:
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None) -> None:
     """Write a table to stdout: with rules on a terminal, tab-separated with column names elsewhere.
 
-    A narrow terminal gets the table without rules, or with rows and columns exchanged; a very narrow one a block of
-    `column  cell` lines per row.
+    A narrow terminal gets the table without rules, so that a row is a line, or with rows and columns exchanged; a very
+    narrow one a block of `column  cell` lines per row.
     """
     if not sys.stdout.isatty():
         print_data("\n".join("\t".join(map(str, row)) for row in (columns, *rows)))
@@ -187,8 +189,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, tit
 
     room = terminal().width
     widths, lines = _fitting_widths(columns, rows, room), True
-    if widths is None:
-        widths, lines = _bare_widths(columns, rows, room), False
+    bare = _bare_widths(columns, rows, room)
+    if widths is None or (bare is not None and sum(widths) < sum(bare)):  # cells would take several lines
+        widths, lines = bare, False
     if widths is None and len(rows) > 1:
         exchanged = list(zip(columns, *rows, strict=True))
         other = _fitting_widths(exchanged[0], exchanged[1:], room)

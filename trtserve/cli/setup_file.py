@@ -11,7 +11,15 @@ from trtserve.cli.bench_results import print_report, say_notes
 from trtserve.cli.bench_runs import metrics_url, require_complete
 from trtserve.cli.endpoint import Connection, find_endpoint
 from trtserve.cli.options import DryRunOption, JsonOption, QuietOption, imports, paths
-from trtserve.cli.output import TerminalProgress, print_commands, print_data, print_json, print_stages, say
+from trtserve.cli.output import (
+    ChangingLine,
+    TerminalProgress,
+    print_commands,
+    print_data,
+    print_json,
+    print_stages,
+    say,
+)
 from trtserve.errors import MissedLimitError, UsageError
 
 if TYPE_CHECKING:
@@ -78,9 +86,12 @@ def up(
         _print_plan("up", plan, json=json)
         for warning in plan.warnings:
             progress.warn(warning)
+        for note in plan.notes:
+            progress.step(note)
         return
     _announce(plan, progress)
-    brought = bring_up(plan, progress=progress)
+    with ChangingLine(quiet=quiet) as changing:
+        brought = bring_up(plan, progress=changing)
     servers, jobs = brought.servers, brought.jobs
     if not json:
         for server in servers:
@@ -116,6 +127,8 @@ def _announce(plan: SetupPlan, progress: Progress) -> None:
         progress.step(f"Plan: server {planned.setup.name}: {planned.text}")
     for benchmark in plan.benchmarks:
         progress.step(f"Plan: benchmark {benchmark.name}")
+    for note in plan.notes:
+        progress.step(note)
 
 
 def _measure(plan: SetupPlan, progress: Progress, *, json: bool) -> list[BenchmarkResult]:
@@ -156,7 +169,8 @@ def diff(file: FileArgument = _DEFAULT, json: JsonOption = False, quiet: QuietOp
     from trtserve.pipeline.setup_file.plan import plan_setup
     from trtserve.pipeline.setup_file.reading import read_setup
 
-    plan = plan_setup(read_setup(file), progress=TerminalProgress(quiet=quiet))
+    progress = TerminalProgress(quiet=quiet)
+    plan = plan_setup(read_setup(file), progress=progress)
     if json:
         _print_plan("diff", plan, json=True)
         return
@@ -168,8 +182,10 @@ def diff(file: FileArgument = _DEFAULT, json: JsonOption = False, quiet: QuietOp
     lines += [f"server {each.setup.name}: {each.text}" for each in plan.servers if each.action != "keep"]
     if lines:
         print_data("\n".join(lines))
-    elif not quiet:
-        say("Nothing to do: all models are built, and all servers run or have their files.")
+    else:
+        progress.step("Nothing to do: all models are built, and all servers run or have their files.")
+    for note in plan.notes:
+        progress.step(note)
 
 
 def down(
@@ -215,11 +231,12 @@ def _print_plan(command: str, plan: SetupPlan, *, json: bool) -> None:
                 "model": each.setup.model,
                 "action": each.action,
                 "differences": each.differences,
+                "moved": each.moved,
             }
             for each in plan.servers
         ]
         benchmarks = [each.name for each in plan.benchmarks]
-        print_json(command, {"models": models, "servers": servers, "benchmarks": benchmarks})
+        print_json(command, {"models": models, "servers": servers, "benchmarks": benchmarks, "unnamed": plan.unnamed})
         return
     for model in plan.models:
         print_data(f"model {model.setup.name}")

@@ -30,7 +30,7 @@ from trtserve.server.launch import CLUSTERS
 from trtserve.server.launch.cluster import ClusterJob, is_written, write_job
 from trtserve.server.plan import with_free_ports
 from trtserve.server.shutdown import stop_server
-from trtserve.server.state import Server, await_record, recorded_server
+from trtserve.server.state import Server, await_record, list_servers, recorded_server
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 
 Action = Literal["start", "restart", "keep", "write"]
+_PORTS = ("http_port", "grpc_port", "metrics_port")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +84,13 @@ class PlannedServer:
     setup: ServerSetup
     action: Action  # `write` is for the files of a cluster
     differences: tuple[str, ...] = ()  # what a restart changes of the command line, such as `--ui is dropped`
+    moved: tuple[str, ...] = ()  # ports of the file that it does not have, or will not get: `http_port 8000 → 8003`
 
     @property
     def text(self) -> str:
         """The action, with what it changes."""
-        return f"{self.action} ({', '.join(self.differences)})" if self.differences else self.action
+        changes = (*self.differences, *(() if self.action == "keep" else self.moved))
+        return f"{self.action} ({', '.join(changes)})" if changes else self.action
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +100,24 @@ class SetupPlan:
     models: tuple[PlannedModel, ...]
     servers: tuple[PlannedServer, ...]
     benchmarks: tuple[BenchmarkSetup, ...] = ()  # what is measured when all servers are ready
+    unnamed: tuple[str, ...] = ()  # servers of the store that run, and that the file does not name
     store: Store
+
+    @property
+    def notes(self) -> list[str]:
+        """What `up` leaves as it is, though the file says otherwise."""
+        return [
+            *(
+                f"Server {each.setup.name} keeps its ports, as auto_ports allows: {', '.join(each.moved)}. To move it "
+                f"where those of the file are free: trtserve stop {each.setup.name}, then `trtserve up`."
+                for each in self.servers
+                if each.action == "keep" and each.moved
+            ),
+            *(
+                f"Server {name} runs, and the file does not name it. To stop it: trtserve stop {name}"
+                for name in self.unnamed
+            ),
+        ]
 
     @property
     def warnings(self) -> list[str]:
@@ -145,8 +165,16 @@ def plan_setup(setup: Setup, *, store: Store | None = None, progress: Progress =
             _require_protected(server)
         action = _action(server, served.repository, store)
         differences = _differences(server, served.repository, store) if action == "restart" else ()
-        servers.append(PlannedServer(setup=server, action=action, differences=differences))
-    return SetupPlan(models=tuple(models.values()), servers=tuple(servers), benchmarks=setup.benchmarks, store=store)
+        moved = _moved(server.spec, _ports(server, action, store))
+        servers.append(PlannedServer(setup=server, action=action, differences=differences, moved=moved))
+    named = {server.name for server in setup.servers}
+    return SetupPlan(
+        models=tuple(models.values()),
+        servers=tuple(servers),
+        benchmarks=setup.benchmarks,
+        unnamed=tuple(each.name for each in list_servers(store) if each.name not in named),
+        store=store,
+    )
 
 
 def bring_up(plan: SetupPlan, *, progress: Progress = SILENT) -> Brought:
@@ -274,7 +302,7 @@ def _require_protected(server: ServerSetup) -> None:
 
 def _require_ports(spec: ServerSpec) -> None:
     """Raise PortInUseError for a taken port, before the long work."""
-    ports = {key: getattr(spec, key) for key in ("http_port", "grpc_port", "metrics_port")}
+    ports = {key: getattr(spec, key) for key in _PORTS}
     host = ipv4_address(spec.host)
     taken = [f"{key} {port}" for key, port in ports.items() if not is_free(host, port)]
     if taken and not spec.auto_ports:
@@ -282,6 +310,26 @@ def _require_ports(spec: ServerSpec) -> None:
             f"Server {spec.name}: {', '.join(taken)} of {spec.host} is in use.",
             hint="Give other ports in the file, or auto_ports: true",
         )
+
+
+def _ports(server: ServerSetup, action: Action, store: Store) -> ServerSpec:
+    """Return the options with the ports that a server has (`keep`), or gets by the action."""
+    spec, running = server.spec, recorded_server(server.name, store)
+    if not spec.auto_ports or server.cluster is not None:
+        return spec
+    if action == "start" or running is None:
+        return with_free_ports(spec)
+    kept = _on_ports_of(running, spec)
+    if action == "keep":
+        return kept
+    host = ipv4_address(spec.host)  # those of the file may have become free
+    free = {key: port for key in _PORTS if is_free(host, port := getattr(spec, key))}
+    return replace(kept, **free)
+
+
+def _moved(wanted: ServerSpec, found: ServerSpec) -> tuple[str, ...]:
+    ports = ((key, getattr(wanted, key), getattr(found, key)) for key in _PORTS)
+    return tuple(f"{key} {old} → {new}" for key, old, new in ports if old != new)
 
 
 def _on_ports_of(running: Server, spec: ServerSpec) -> ServerSpec:
@@ -299,7 +347,7 @@ def _differences(server: ServerSetup, repository: ModelRepository | None, store:
     if running is None or running.supervisor is None or repository is None:
         return ()
     before = _options_in(_started_with(arguments(running.supervisor)))
-    after = _options_in(start_arguments(repository, _on_ports_of(running, server.spec)))
+    after = _options_in(start_arguments(repository, _ports(server, "restart", store)))
     found = []
     for name in dict.fromkeys((*before, *after)) if before else ():
         old, new = before.get(name), after.get(name)
