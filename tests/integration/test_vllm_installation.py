@@ -40,6 +40,24 @@ def test_without_vllm_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pyt
         require_installation(str(tmp_path))
 
 
+def test_a_server_takes_what_the_environment_names_then_what_its_repository_was_made_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (counting_python(tmp_path / name) for name in ("first", "second"))
+    monkeypatch.setenv(VARIABLE, str(first))
+    assert require_installation(recorded=str(second)).python == first
+    monkeypatch.setenv(VARIABLE, "any")  # for an import: the vLLM of another machine
+    assert require_installation(recorded=str(second)).python == second
+    monkeypatch.setenv("TRTSERVE_HOME", str(tmp_path))
+    assert find_installation() is None
+    monkeypatch.setenv(VARIABLE, "/nothing")
+    with pytest.raises(MissingDependencyError, match="^TRTSERVE_VLLM_PYTHON /nothing: there is no interpreter /nothing"):
+        require_installation()
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(MissingDependencyError, match="^The repository's interpreter /gone: there is no interpreter"):
+        require_installation(recorded="/gone")
+
+
 def test_an_old_vllm_is_refused(tmp_path: Path) -> None:
     package = tmp_path / "packages" / "vllm"
     package.mkdir(parents=True)

@@ -51,9 +51,9 @@ MODEL = ModelDescription(
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No vLLM is here: the tables of its releases answer."""
     monkeypatch.delenv("TRTSERVE_VLLM_PYTHON", raising=False)
-    monkeypatch.setattr("trtserve.executor.vllm.installation.find_installation", lambda _=None: None)
+    monkeypatch.setattr("trtserve.executor.vllm.installation.find_installation", lambda *_, **__: None)
     monkeypatch.setattr("trtserve.repository.check.runtimes.find_installation", lambda: None)
-    monkeypatch.setattr("trtserve.executor.vllm.runtime.find_installation", lambda _=None: None)
+    monkeypatch.setattr("trtserve.executor.vllm.runtime.find_installation", lambda *_, **__: None)
 
 
 def found(path: Path) -> dict[str, str]:
@@ -135,7 +135,7 @@ def test_a_container_has_nvidias_own_backend(tmp_path: Path) -> None:
 
 def test_here_it_is_our_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installation = VllmInstallation(counting_python(tmp_path / "vllm"), tmp_path)
-    monkeypatch.setattr("trtserve.server.launch.modes.require_installation", lambda _: installation)
+    monkeypatch.setattr("trtserve.server.launch.modes.require_installation", lambda *_, **__: installation)
     path = nvidia_repository(tmp_path / "repository")
     plan = plan_server(ModelRepository(path=path), ServerSpec(), store=Store(tmp_path))
     words = plan.instances[0].launch.command.argv

@@ -181,7 +181,7 @@ def test_transformers_own_implementation_needs_no_entry_in_the_registry() -> Non
 
 
 def test_for_another_machine_the_table_of_vllms_releases_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trtserve.executor.vllm.installation.find_installation", lambda _: None)
+    monkeypatch.setattr("trtserve.executor.vllm.installation.find_installation", lambda *_, **__: None)
 
     def serves(architecture: str, python: str | None = "any", **settings: str) -> EngineConfig:
         hf = {**LLAMA, "architectures": [architecture]}

@@ -257,7 +257,7 @@ def _found(
             yield CoreModel(
                 name=name,
                 backend="vllm",
-                config=settings.engine_config(repository, VllmRuntime().device(python=python), python),
+                config=settings.engine_config(repository, VllmRuntime().device(recorded=python), python),
                 settings=settings.arguments,
                 world_size=settings.sizes[0] * settings.sizes[1],
                 instances=instances,

@@ -37,7 +37,7 @@ from trtserve.executor.vllm.arguments import (
     engine_arguments,
     follower_port,
 )
-from trtserve.executor.vllm.installation import VARIABLE, require_installation
+from trtserve.executor.vllm.installation import require_installation
 from trtserve.process.answering import FramedProcess
 from trtserve.programs.shared.run_folder import SOCKETS
 from trtserve.programs.shared.run_folder import VARIABLE as RUN_FOLDER
@@ -62,7 +62,7 @@ def load_model(engine: Path, options: EngineOptions) -> VllmEngine:
     """
     config = read_engine_config(engine)
     # A launch in a container, or a user, may name another one than the repository was made with.
-    installation = require_installation(os.environ.get(VARIABLE) or config.trtserve.vllm_python)
+    installation = require_installation(recorded=config.trtserve.vllm_python)
     own = engine / ADAPTER_FOLDER
     table = own / ADAPTERS_FILE
     folders = json.loads(table.read_text(encoding="utf-8")) if table.is_file() else {}

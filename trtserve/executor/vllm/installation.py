@@ -157,15 +157,17 @@ def any_release() -> VllmInstallation:
     return found
 
 
-def find_installation(python: str | None = None) -> VllmInstallation | None:
-    """Return the vLLM of `python`, else of the one that the environment names, else of this one, else of the store.
+def find_installation(python: str | None = None, *, recorded: str = "") -> VllmInstallation | None:
+    """Return the vLLM of `python`, else of the one that the environment names, else of `recorded`, this one, the store.
 
-    `python` is an interpreter, or the folder of a virtual environment. Returns None when nothing was named and there is
-    none here. Raises MissingDependencyError when the interpreter that was named has none.
+    Each is an interpreter, or the folder of a virtual environment; `any` names none. `recorded` is what the repository
+    of a server was made with. Returns None when nothing was named and there is none here. Raises MissingDependencyError
+    when the interpreter that was named has none.
     """
-    named = python or os.environ.get(VARIABLE)
-    if named:
-        return _of(named)
+    named = {OPTION: python, VARIABLE: os.environ.get(VARIABLE), "The repository's interpreter": recorded}
+    for source, name in named.items():
+        if name and name != ANY:
+            return _of(name, source)
     spec = importlib.util.find_spec("vllm")
     if spec is not None and spec.origin is not None:
         return _installation(Path(sys.executable), Path(spec.origin))
@@ -209,9 +211,9 @@ def install_vllm(version: str, progress: Progress = SILENT) -> Path:
     return folder
 
 
-def require_installation(python: str | None = None) -> VllmInstallation:
+def require_installation(python: str | None = None, *, recorded: str = "") -> VllmInstallation:
     """Return what `find_installation` finds. Raises MissingDependencyError when there is none."""
-    found = find_installation(python)
+    found = find_installation(python, recorded=recorded)
     if found is None:
         raise MissingDependencyError(
             "The vllm runtime needs vLLM, which is not installed here.",
@@ -223,26 +225,26 @@ def require_installation(python: str | None = None) -> VllmInstallation:
 
 
 @cache
-def _of(named: str) -> VllmInstallation:
+def _of(named: str, source: str) -> VllmInstallation:
     python = Path(named).expanduser().absolute()
     if python.is_dir():
         python = python / "bin" / "python"
     if not python.is_file():
         raise MissingDependencyError(
-            f"{OPTION} {named}: there is no interpreter {python}.",
-            hint="Give an interpreter that has vLLM, or the folder of its virtual environment.",
+            f"{source} {named}: there is no interpreter {python}.",
+            hint=f"Name an interpreter that has vLLM, or the folder of its environment, with {OPTION} or {VARIABLE}.",
         )
     try:
         answer = process.run(
             Command(argv=(str(python), "-c", _QUESTION), env={"PYTHONPATH": ""}, cwd=Path("/")), timeout=_SECONDS
         )
     except (TimeoutError, OSError) as error:
-        raise MissingDependencyError(f"{OPTION} {named} cannot be run: {error}") from error
+        raise MissingDependencyError(f"{source} {named} cannot be run: {error}") from error
     origin = answer.stdout.strip()
     if answer.code or not origin:
         reason = answer.stderr.strip().splitlines()[-1:] or ["it has no package vllm"]
         raise MissingDependencyError(
-            f"{OPTION} {named} has no vLLM: {reason[0]}.", hint=f"Install it there: {python} -m pip install vllm"
+            f"{source} {named} has no vLLM: {reason[0]}.", hint=f"Install it there: {python} -m pip install vllm"
         )
     return _installation(python, Path(origin))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 from trtserve.executor.vllm.arguments import ADAPTERS, MODEL_JSON, PYTHON, ModelJson, read_adapters
 from trtserve.executor.vllm.engine import VllmProcess
-from trtserve.executor.vllm.installation import VARIABLE, require_installation
+from trtserve.executor.vllm.installation import require_installation
 from trtserve.programs.shared.arrays import encoded
 from trtserve.programs.shared.engine_model import EngineModel
 from trtserve.programs.shared.run_folder import STOPPED
@@ -217,7 +216,7 @@ class TritonPythonModel(EngineModel):
         model = Path(args["model_repository"]).resolve().parent / settings.model
         # A folder of the repository becomes an absolute path; other folders and names of the hub stay as they are.
         arguments = {**settings.arguments, **({"model": str(model)} if model.is_dir() else {})}
-        python = require_installation(os.environ.get(VARIABLE) or named or None).python
+        python = require_installation(recorded=named).python
         # The watch over its steps needs the statistics.
         self._engine = TextEngine(python, {**arguments, "disable_log_stats": False}, environment=environment)
         self._reader = threading.Thread(target=self._engine.run, daemon=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields
@@ -12,7 +11,7 @@ from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.memory import PRECISIONS
 from trtserve.errors import MissingDependencyError, UsageError
 from trtserve.executor.vllm.arguments import kv_per_token, shape_of
-from trtserve.executor.vllm.installation import VARIABLE, VllmInstallation, find_installation
+from trtserve.executor.vllm.installation import VllmInstallation, find_installation
 from trtserve.nvidia.releases import LAST_WITH_ENGINES
 from trtserve.specs import BuildSpec, ConvertSpec
 from trtserve.specs.build import Device, DeviceName
@@ -40,12 +39,12 @@ class VllmRuntime(Runtime):
     devices = ("cpu", "cuda")
     gpu_limits = GPU_LIMITS
 
-    def device(self, asked: DeviceName | None = None, *, python: str | None = None) -> Device:
-        """Return the device that is asked for, else the one that the vLLM here, or of `python`, is for, else a GPU."""
+    def device(self, asked: DeviceName | None = None, *, recorded: str = "") -> Device:
+        """Return the device that is asked for, else the one that the vLLM of a server is for, else a GPU."""
         if asked is not None:
             return "cpu" if asked == "cpu" else "cuda"
         with suppress(MissingDependencyError):
-            found = find_installation(os.environ.get(VARIABLE) or python)
+            found = find_installation(recorded=recorded)
             return "cpu" if found is not None and found.on_cpu else "cuda"
         return "cuda"
 

@@ -5,7 +5,6 @@ A new mode is one class here and a word in `MODES`.
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -72,7 +71,7 @@ class Single(LaunchMode):
         }
         flag = next((flag for flag, is_given in given.items() if is_given), None)
         if on_gpus and on_this_machine and spec.container is None:
-            require_installation(os.environ.get(VLLM_PYTHON) or served.engine.trtserve.vllm_python or None)
+            require_installation(recorded=served.engine.trtserve.vllm_python)
         inner = (str(core.settings.get("model")) for core in served.core_models if core.backend == "vllm")
         if spec.container is not None and (found := next((each for each in inner if not _names_itself(each)), None)):
             raise UsageError(
@@ -205,8 +204,7 @@ def follower(setup: LaunchSetup, served: ServedRepository) -> tuple[str, ...]:
     """Return the command of the workers on each further node of vLLM, which needs neither sshd nor mpirun there."""
     python = setup.environment.get(VLLM_PYTHON)
     if python is None:
-        named = os.environ.get(VLLM_PYTHON) or served.engine.trtserve.vllm_python
-        found = find_installation(named or None)  # pods have their own
+        found = find_installation(recorded=served.engine.trtserve.vllm_python)  # pods have their own
         python = "python3" if found is None else str(found.python)
     return (python, str(FOLLOWER), "follow", str(follower_port(served.engine)))
 
