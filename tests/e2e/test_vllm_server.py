@@ -19,6 +19,7 @@ from tests.support.servers import running_server
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine, ModelRepository
 from trtserve.errors import RepositoryError, UnsupportedModelError, UsageError
+from trtserve.executor.vllm.installation import VARIABLE
 from trtserve.pipeline.import_spec import resolve_import
 from trtserve.pipeline.importing import import_to_repository
 from trtserve.process import tree
@@ -50,8 +51,12 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> ModelRepository:
 
 @pytest.fixture(scope="module")
 def server(repository: ModelRepository, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running_server(repository.path, home=tmp_path_factory.mktemp("server"), name=NAME, gateway=True) as running:
-        yield running
+    home = tmp_path_factory.mktemp("server")
+    with pytest.MonkeyPatch.context() as patched:
+        # Relative to the folder of `start`; the models have another one.
+        patched.setenv(VARIABLE, os.path.relpath(counting_python(home / "vllm")))
+        with running_server(repository.path, home=home, name=NAME, gateway=True) as running:
+            yield running
 
 
 def ask(port: int, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.counting_vllm import PACKAGES, counting_python
+from tests.support.counting_vllm import PACKAGES, counting_python, gpu_repository
 from trtserve.cli import run
 from trtserve.errors import MissingDependencyError, UsageError
 from trtserve.executor.api import Executor, ExecutorConfig, ModelType, OutputConfig, Request, Response
 from trtserve.executor.vllm.installation import VARIABLE, find_installation, require_installation
+from trtserve.server.plan import plan_server
+from trtserve.specs import ServerSpec
 from trtserve.store import Store
 
 
@@ -51,11 +53,21 @@ def test_a_server_takes_what_the_environment_names_then_what_its_repository_was_
     monkeypatch.setenv("TRTSERVE_HOME", str(tmp_path))
     assert find_installation() is None
     monkeypatch.setenv(VARIABLE, "/nothing")
-    with pytest.raises(MissingDependencyError, match="^TRTSERVE_VLLM_PYTHON /nothing: there is no interpreter /nothing"):
+    with pytest.raises(MissingDependencyError, match=r"^TRTSERVE_VLLM_PYTHON /nothing: there is no interpreter"):
         require_installation()
     monkeypatch.delenv(VARIABLE)
-    with pytest.raises(MissingDependencyError, match="^The repository's interpreter /gone: there is no interpreter"):
+    with pytest.raises(MissingDependencyError, match=r"^The repository's interpreter /gone: there is no interpreter"):
         require_installation(recorded="/gone")
+
+
+def test_a_start_without_an_interpreter_is_refused_before_triton_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = gpu_repository(tmp_path, device="cpu")
+    (tmp_path / "vllm" / "python").unlink()
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(MissingDependencyError, match=r"^The repository's interpreter .* there is no interpreter"):
+        plan_server(made, ServerSpec(), store=Store(tmp_path))
 
 
 def test_an_old_vllm_is_refused(tmp_path: Path) -> None:

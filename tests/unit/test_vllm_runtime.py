@@ -156,10 +156,11 @@ def test_on_gpus_vllm_fits_the_longest_sequence_to_the_memory() -> None:
             UsageError,
             "--set max_modle_len: neither a parameter of a",
         ),
-        ({"settings": {"model": "x"}}, UsageError, "--set model is set by the MODEL argument"),
+        ({"settings": {"model": "x"}}, UsageError, "--set model: trtserve itself needs to know it"),
+        ({"settings": {"tensor_parallel_size": "2"}}, UsageError, "--set tensor_parallel_size: trtserve itself"),
         ({"settings": {"block_size": "[1"}}, UsageError, r"--set block_size=\[1: the value is not YAML"),
         ({"settings": {"block_size": "2001-01-01"}}, UsageError, "the value is a date, a set or bytes"),
-        ({"settings": {"dtype": "auto", "dtype.x": "1"}}, UsageError, "dtype is set to 'auto' and has no parts"),
+        ({"settings": {"runner": "auto", "runner.x": "1"}}, UsageError, "runner is set to 'auto' and has no parts"),
         ({"convert": ConvertSpec(quantize="int4")}, UsageError, "--quantize int4: vLLM quantises to fp8"),
         ({"build": BuildSpec(max_beam_width=2)}, UsageError, "--max-beam-width has no meaning with --runtime vllm"),
         ({"build": BuildSpec(max_seq_len=9000)}, UsageError, "the model has 8192 positions"),
@@ -214,11 +215,27 @@ def test_a_model_with_a_vector_for_each_token_is_refused() -> None:
             asyncio.run(side._pooled(1, {"pooling": {}, "text": "a", **more}))
 
 
-def test_why_a_guide_is_refused_has_no_place_in_xgrammars_source() -> None:
-    said = 'Failed to transform json schema into a grammar: [11:13:31] /project/cpp/a.cc:4944: Unsupported type "x"'
-    wanted = 'Failed to transform json schema into a grammar: Unsupported type "x"'
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ('Failed: [11:13:31] /project/cpp/a.cc:4944: Unsupported type "x"', 'Failed: Unsupported type "x"'),
+        (
+            (
+                "for A\n  Value error, 9 is more than 8. [type=value_error, input_value=ArgsKwargs((), {'a': ...}), input_type=B]\n"
+                "    For further information visit https://example.org/value_error"
+            ),
+            "for A\n  Value error, 9 is more than 8.",
+        ),
+        (
+            "EngineCore encountered an issue. See stack trace (above) for the root cause.",
+            "EngineCore encountered an issue",
+        ),
+        ("", "ValueError"),
+    ],
+    ids=["xgrammar", "pydantic", "dead engine", "nothing"],
+)
+def test_vllms_reasons_have_nothing_that_only_its_makers_can_use(said: str, wanted: str) -> None:
     assert engine_side._reason(ValueError(said)) == wanted
-    assert engine_side._reason(ValueError()) == "ValueError"
 
 
 def test_settings_of_triton_models_are_told_from_vllms() -> None:
@@ -243,9 +260,9 @@ def test_engine_arguments_follow_the_settings_of_the_executor(monkeypatch: pytes
         guides=GuideTokenizer(),
         adapters=AdapterOptions(),
     )
-    config = planned(settings={"max_num_seqs": "3"}, build=BuildSpec(max_lora_rank=8))
+    config = planned(settings={"scheduling_policy": "fcfs"}, build=BuildSpec(max_lora_rank=8))
     found = engine_arguments(config, options, Path("/model"), adapters=2)
-    assert found["max_num_seqs"] == 3  # what the user gave wins
+    assert found["scheduling_policy"] == "fcfs"  # what the user gave wins
     assert found["kv_cache_memory_bytes"] == 1024 * kv_per_token(config)
     assert found["structured_outputs_config"] == {"backend": "xgrammar", "disable_any_whitespace": True}
     assert (found["enable_lora"], found["max_loras"], found["max_lora_rank"]) == (True, 2, 8)

@@ -38,6 +38,11 @@ _BEAT = 1.0
 # A process may be stopped for this many beats, as by a program that looks at it.
 _MOMENT = 2
 _LENGTH = struct.Struct("<I")
+# In vLLM's errors: a time and a place in C++, by xgrammar; what pydantic adds; where a log has more.
+_NOISE = re.compile(
+    r"\[[\d:]+\] \S+:\d+: |\s*\[type=\w+, input_value=.*\]|\s*For further information visit \S+"
+    r"|\. See stack trace \(above\) for the root cause\.$"
+)
 _LAST_SECONDS = 8.0  # after the end of the input vLLM has this many seconds to end its processes
 # Of several nodes: how long a follower looks for its leader, and goes on without it after it was asked to end.
 _LONGEST_SEARCH, _LONGEST_END = 600.0, 60.0
@@ -87,7 +92,7 @@ class EngineSide:
             self._emit(["alive"])
             self._require_running()
             await asyncio.sleep(_BEAT)
-        self.die(str(self._llm.dead_error))
+        self.die(_reason(self._llm.dead_error))
 
     def _gather(self, arguments: dict[str, Any], host: str, port: int, nodes: int) -> None:
         """Wait for the followers on all other nodes, and tell them what to start."""
@@ -478,9 +483,9 @@ def _images(files: list[bytes]) -> list[Any]:
     return made
 
 
-def _reason(error: Exception) -> str:
-    """Return what an error says, without the time and the place in C++ that xgrammar writes into it."""
-    return re.sub(r"\[[\d:]+\] \S+:\d+: ", "", str(error)) or type(error).__name__
+def _reason(error: object) -> str:
+    """Return what an error says to people who do not see where it was raised."""
+    return _NOISE.sub("", str(error)) or type(error).__name__
 
 
 def _lora(given: Any) -> Any:
@@ -564,7 +569,7 @@ def main() -> None:
         asyncio.run(side.run())
     except BaseException as error:  # noqa: BLE001 - the other side is told why, whatever it is
         traceback.print_exc()
-        side.die(f"{type(error).__name__}: {error}")
+        side.die(f"{type(error).__name__}: {_reason(error)}")
 
 
 if __name__ == "__main__":

@@ -175,6 +175,12 @@ def find_installation(python: str | None = None, *, recorded: str = "") -> VllmI
     return None if made is None else _installation(_own_folder() / "bin" / "python", made)
 
 
+def named_interpreter() -> dict[str, str]:
+    """Return the environment's own choice for a process with another working directory."""
+    named = os.environ.get(VARIABLE)
+    return {VARIABLE: str(Path(named).expanduser().absolute())} if named and named != ANY else {}
+
+
 def _own_folder() -> Path:
     return Store().root / "vllm"
 

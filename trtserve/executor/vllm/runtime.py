@@ -29,6 +29,21 @@ _BUILD = (
 )  # fmt: skip
 
 
+# vLLM's arguments that decide about memory, GPUs or nodes before vLLM runs → how they are given.
+_OWN = {
+    "model": "MODEL",
+    "dtype": "--dtype",
+    "tensor_parallel_size": "--tp-size",
+    "pipeline_parallel_size": "--pp-size",
+    "enable_expert_parallel": "--moe-ep-size",
+    "max_num_seqs": "--max-batch-size",
+    "max_num_batched_tokens": "--max-num-tokens",
+    "max_lora_rank": "--max-lora-rank",
+    "data_parallel_size": "`start --instances N`",
+    **dict.fromkeys(("nnodes", "node_rank", "master_addr"), "`start --nodes`"),
+}
+
+
 class VllmRuntime(Runtime):
     """vLLM's engine behind TensorRT-LLM's executor interface."""
 
@@ -149,7 +164,7 @@ def _arguments(convert: ConvertSpec, build: BuildSpec, settings: Mapping[str, st
     if build.tokens_per_block is not None:
         found["block_size"] = build.tokens_per_block
     for key, text in settings.items():
-        if key == "model":
-            raise UsageError("--set model is set by the MODEL argument.")
+        if (option := _OWN.get(key)) is not None:
+            raise UsageError(f"--set {key}: trtserve itself needs to know it.", hint=f"Give it as {option}.")
         put_setting(found, key, setting_value(key, text))
     return found

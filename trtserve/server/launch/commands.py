@@ -10,6 +10,7 @@ import trtserve
 from trtserve.client.endpoint import grpc_token
 from trtserve.executor.vllm.arguments import BACKEND
 from trtserve.executor.vllm.installation import VARIABLE as VLLM_PYTHON
+from trtserve.executor.vllm.installation import named_interpreter
 from trtserve.gateway.settings import read_key
 from trtserve.host.gpus import VISIBLE_DEVICES
 from trtserve.host.ports import ipv4_address
@@ -95,7 +96,8 @@ def in_this_python(setup: LaunchSetup, triton: Triton, store: Store, python: Pat
 
     `python` is the folder of another `python3`.
     """
-    return replace(setup, backends=backend_folder(triton, store), bound=False, environment=stub_environment(python))
+    environment = {**stub_environment(python), **named_interpreter()}
+    return replace(setup, backends=backend_folder(triton, store), bound=False, environment=environment)
 
 
 def in_vllm_image(setup: LaunchSetup) -> LaunchSetup:

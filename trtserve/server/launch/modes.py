@@ -70,7 +70,8 @@ class Single(LaunchMode):
             "--container": spec.container is not None and not on_gpus,
         }
         flag = next((flag for flag, is_given in given.items() if is_given), None)
-        if on_gpus and on_this_machine and spec.container is None:
+        own_workers = served.runtime is not None and RUNTIMES[served.runtime].folder_as_engine
+        if own_workers and on_this_machine and spec.container is None:
             require_installation(recorded=served.engine.trtserve.vllm_python)
         inner = (str(core.settings.get("model")) for core in served.core_models if core.backend == "vllm")
         if spec.container is not None and (found := next((each for each in inner if not _names_itself(each)), None)):
@@ -83,7 +84,6 @@ class Single(LaunchMode):
                 f"{flag} does not work with the {served.runtime} runtime, whose engine starts its workers itself.",
                 hint=f"Leave {flag} out; --instances N starts further copies.",
             )
-        own_workers = served.runtime is not None and RUNTIMES[served.runtime].folder_as_engine
         if own_workers and spec.world_size not in (None, served.world_size):
             raise UsageError(
                 f"--world-size is {spec.world_size}; the engine of the {served.runtime} runtime starts its workers "
