@@ -221,7 +221,7 @@ def test_a_model_with_a_vector_for_each_token_is_refused() -> None:
         ('Failed: [11:13:31] /project/cpp/a.cc:4944: Unsupported type "x"', 'Failed: Unsupported type "x"'),
         (
             (
-                "for A\n  Value error, 9 is more than 8. [type=value_error, input_value=ArgsKwargs((), {'a': ...}), input_type=B]\n"
+                "for A\n  Value error, 9 is more than 8. [type=value_error, input_value=B({'a': ...}), input_type=B]\n"
                 "    For further information visit https://example.org/value_error"
             ),
             "for A\n  Value error, 9 is more than 8.",
