@@ -98,7 +98,7 @@ newest: ## the tests and `make lint` with the newest of every package, in .newes
 	$(MAKE) --keep-going VENV=.newest LOCK= test lint
 
 test-vllm: $(VENV)/.oracle .cache/vllm/.ready ## vLLM itself on this CPU behind a real Triton (2.3 GB are installed into .cache)
-	TRTSERVE_VLLM_PYTHON="$(abspath .cache/vllm)" $(BIN)/python -m pytest -s -q tests/real_vllm/served.py tests/real_vllm/features.py tests/real_vllm/pooling.py \
+	TRTSERVE_VLLM_PYTHON="$(abspath .cache/vllm)" $(BIN)/python -m pytest -s -q tests/real_vllm/served.py tests/real_vllm/nvidia_models.py \
 	    tests/real_vllm/nodes.py $(ARGS)
 
 clients: .cache/clients/.ready ## twelve clients of Python in an environment of their own, and the AI SDK where there is npm, against the demo

@@ -1,4 +1,4 @@
-"""vLLM itself on two "nodes" of the loopback: the same tokens as on one, and nothing left when a part is killed.
+"""vLLM itself with two workers and on two "nodes" of the loopback: the tokens of one, nothing left of a killed part.
 
 A part of `make test-vllm`, not of CI. Each engine takes a minute to start.
 """
@@ -24,11 +24,16 @@ from trtserve.executor.vllm.arguments import LEADER, NODES
 from trtserve.executor.vllm.installation import require_installation
 from trtserve.executor.vllm.runtime import vllm_engine_config
 from trtserve.host.ports import free_ports
-from trtserve.specs import BuildSpec, ConvertSpec
+from trtserve.pipeline.import_spec import resolve_import
+from trtserve.pipeline.importing import import_to_repository
+from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+from trtserve.store import Store
 
 PROMPTS = ([1, 60, 61, 62], [1, 300, 301, 302, 303], [5])
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
 DEMO = Path(trtserve.__file__).with_name("demo")
+DRAFTS = {"method": "ngram", "num_speculative_tokens": "4", "prompt_lookup_max": "3", "prompt_lookup_min": "1"}
+REPEATED = [1, *[60, 61, 62, 63, 64] * 8]
 
 
 def engine(folder: Path, port: int, tp_size: int, **settings: str) -> Path:
@@ -46,6 +51,16 @@ def engine(folder: Path, port: int, tp_size: int, **settings: str) -> Path:
     (folder / "config.json").write_text(json.dumps(dict(config.content)))
     (folder / "model").symlink_to(DEMO)
     return folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
+    """An engine on one node, with one place for requests."""
+    os.environ.update(ENVIRONMENT)
+    made = engine(tmp_path_factory.mktemp("alone") / "engine", 29400, 1, block_size="32")
+    settings = ExecutorConfig(max_batch_size=1, kv_cache_config=KvCacheConfig(enable_block_reuse=True))
+    with Executor(made, ModelType.DECODER_ONLY, settings) as executor:
+        yield executor
 
 
 def tokens(executor: Executor, prompt: list[int]) -> list[int]:
@@ -93,17 +108,14 @@ def left(group: int) -> list[int]:
     return found
 
 
-def test_two_nodes_give_the_tokens_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_nodes_give_the_tokens_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: Executor) -> None:
+    expected = [tokens(alone, prompt) for prompt in PROMPTS]
     with two_nodes(tmp_path / "two", monkeypatch) as (executor, follower):
-        found = [tokens(executor, prompt) for prompt in PROMPTS]
+        assert [tokens(executor, prompt) for prompt in PROMPTS] == expected
         leader = executor._loop._child.pid  # type: ignore[union-attr]
         executor.shutdown()
         assert follower.wait(60) == 0
         wait_until(lambda: not left(follower.pid) + left(leader), 30)
-    monkeypatch.setenv(NODES, "1")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
-    with Executor(engine(tmp_path / "one", 29400, 1), ModelType.DECODER_ONLY, ExecutorConfig()) as alone:
-        assert found == [tokens(alone, prompt) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("victim", ["leader", "guard", "follower", "worker"])
@@ -121,25 +133,47 @@ def test_nothing_is_left_when_a_part_is_killed(tmp_path: Path, monkeypatch: pyte
         executor.shutdown()
 
 
-def test_salts_keep_prefixes_apart_and_priorities_decide_who_is_next(tmp_path: Path) -> None:
-    made = engine(tmp_path / "one", 29400, 1, block_size="32")
-    settings = ExecutorConfig(max_batch_size=1, kv_cache_config=KvCacheConfig(enable_block_reuse=True))
-    with Executor(made, ModelType.DECODER_ONLY, settings) as executor:
-        output = OutputConfig(return_perf_metrics=True)
+def test_salts_keep_prefixes_apart_and_priorities_decide_who_is_next(alone: Executor) -> None:
+    output = OutputConfig(return_perf_metrics=True)
 
-        def reused(salt: int) -> int:
-            asked = Request([1, *range(200, 300)], 4, output_config=output, cache_salt_id=salt)
-            (response,) = executor.await_responses(executor.enqueue_request(asked))
-            assert isinstance(response, Response)
-            assert response.result.request_perf_metrics is not None
-            return response.result.request_perf_metrics.kv_cache_metrics.num_reused_blocks
+    def reused(salt: int) -> int:
+        asked = Request([1, *range(200, 300)], 4, output_config=output, cache_salt_id=salt)
+        (response,) = alone.await_responses(alone.enqueue_request(asked))
+        assert isinstance(response, Response)
+        assert response.result.request_perf_metrics is not None
+        return response.result.request_perf_metrics.kv_cache_metrics.num_reused_blocks
 
-        assert [reused(1), reused(1), reused(2), reused(2)] == [0, 3, 0, 3]
-        first = executor.enqueue_request(Request([1], 100, streaming=True, end_id=-1))
-        executor.await_responses(first)  # it has the only place before the others come
-        low, high = (executor.enqueue_request(Request([2], 20, end_id=-1, priority=each)) for each in (0.1, 0.9))
-        order: list[int] = []
-        while len(order) < 3:
-            ready = executor.await_responses(timeout=60)
-            order += [each.request_id for each in ready if isinstance(each, Response) and each.result.is_final]
-        assert order == [first, high, low]
+    assert [reused(1), reused(1), reused(2), reused(2)] == [0, 3, 0, 3]
+    first = alone.enqueue_request(Request([1], 100, streaming=True, end_id=-1))
+    alone.await_responses(first)  # it has the only place before the others come
+    low, high = (alone.enqueue_request(Request([2], 20, end_id=-1, priority=each)) for each in (0.1, 0.9))
+    order: list[int] = []
+    while len(order) < 3:
+        ready = alone.await_responses(timeout=60)
+        order += [each.request_id for each in ready if isinstance(each, Response) and each.result.is_final]
+    assert order == [first, high, low]
+
+
+def test_two_workers_with_drafts_give_the_tokens_of_our_own_runtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}.items():
+        monkeypatch.setenv(name, value)
+    store = Store(tmp_path / "home")
+    spec = resolve_import(
+        "demo",
+        convert=ConvertSpec(dtype="float32"),
+        build=BuildSpec(runtime="openvino"),
+        repository=RepositorySpec(),
+        store=store,
+    )
+    own = import_to_repository(spec, store=store).path / "tensorrt_llm" / "1"
+    with Executor(own, ModelType.DECODER_ONLY, ExecutorConfig()) as openvino:
+        expected = [tokens(openvino, prompt) for prompt in (*PROMPTS, REPEATED)]
+    made = engine(tmp_path / "two", 29400, 2, **{f"speculative_config.{name}": text for name, text in DRAFTS.items()})
+    with Executor(made, ModelType.DECODER_ONLY, ExecutorConfig(iter_stats_max_iterations=1000)) as executor:
+        assert [tokens(executor, prompt) for prompt in (*PROMPTS, REPEATED)] == expected
+        records = executor.get_latest_iteration_stats()
+    drafted = [each.specdec_stats for each in records if each.specdec_stats is not None]
+    assert sum(each.num_draft_tokens for each in drafted) > 0
+    assert sum(each.num_accepted_tokens for each in drafted) > 0

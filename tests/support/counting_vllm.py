@@ -90,9 +90,9 @@ def pooling_repository(home: Path, python: Path | None = None) -> Path:
     return import_to_repository(spec, store=Store(home)).path
 
 
-def nvidia_repository(folder: Path, config: str = "", **arguments: Any) -> Path:
-    """Write a repository of NVIDIA's backend `vllm`, as `triton import --backend vllm` writes it."""
-    version = folder / "vllm_model" / "1"
+def nvidia_repository(folder: Path, name: str = "vllm_model", config: str = "", **arguments: Any) -> Path:
+    """Write a model of NVIDIA's backend `vllm` into a repository, as `triton import --backend vllm` writes it."""
+    version = folder / name / "1"
     version.mkdir(parents=True)
     text = f'backend: "vllm"\ninstance_group [\n  {{\n    kind: KIND_MODEL\n  }}\n]\n{config}'
     (version.parent / "config.pbtxt").write_text(text, encoding="utf-8")

@@ -146,7 +146,7 @@ def test_here_it_is_our_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_check_names_what_cannot_work(tmp_path: Path) -> None:
     path = nvidia_repository(
         tmp_path / "repository",
-        'parameters { key: "GPU_DEVICE_IDS" value { string_value: "0,0" } }'
+        config='parameters { key: "GPU_DEVICE_IDS" value { string_value: "0,0" } }'
         'parameters { key: "REPORT_CUSTOM_METRICS" value { string_value: "true" } }',
         model="/nowhere/model",
         max_modle_len=9,
