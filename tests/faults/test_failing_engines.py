@@ -6,7 +6,7 @@ import http.client
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -82,6 +82,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("home")
 
 
+@pytest.fixture(scope="function" if ALL else "module")
+def one(repository: Path, home: Path) -> Iterator[Supervised]:
+    """A server that is started again; `make faults` measures each fault on one of its own."""
+    with supervised(repository, home, "--restart", "on-failure", "--no-verify", gateway=True) as one:
+        one.ready()
+        yield one
+
+
 def answer(one: Supervised, path: str, body: object = None, seconds: float = 30) -> tuple[int, str]:
     """Ask the gateway and return the status and the body of its answer; 0 without an answer."""
     connection = http.client.HTTPConnection(HOST, one.record().endpoint.http_port, timeout=seconds)
@@ -109,32 +117,31 @@ def healthy(one: Supervised, seconds: float = 30) -> bool:
 
 
 @pytest.mark.parametrize("fault", ["lost", "errors", "hangs", "waits"] if ALL else ["lost"])
-def test_a_server_whose_engine_fails_is_started_again(fault: str, order: Path, repository: Path, home: Path) -> None:
-    with supervised(repository, home, "--restart", "on-failure", "--no-verify", gateway=True) as one:
-        one.ready()
-        status, text = completion(one)
-        assert (status, healthy(one)) == (200, True), text
-        order.write_text(fault)
-        asked: list[Callable[[], tuple[int, str]]] = [
-            partial(completion, one),
-            partial(answer, one, "/v2/models/ensemble/generate", GENERATED),
-            partial(answer, one, "/v2/models/tensorrt_llm_bls/generate", GENERATED),
-        ]
-        if fault == "errors":
-            # Nobody knows yet that it is no single step that fails; not even then is it the client's fault.
-            assert [completion(one)[0] for _ in range(2)] == [500, 500]
-            asked = asked[:1]
-        with ThreadPoolExecutor(len(asked)) as threads:
-            calls = [threads.submit(each) for each in asked]
-            unhealthy = seconds_until(lambda: not healthy(one), NOTICED)
-            answers = [call.result() for call in calls]
-        assert [status for status, _ in answers] == [503] * len(asked), answers
-        told = "no step" if fault == "waits" else "stopped working"
-        assert all(told in body for _, body in answers), answers
-        settled = seconds_until(lambda: one.record().restarts == 1 and one.state() == "ready", 120)
-        one.ready()
-        wait_until(lambda: healthy(one))
-        assert completion(one) == (200, text)
+def test_a_server_whose_engine_fails_is_started_again(fault: str, order: Path, one: Supervised) -> None:
+    before = one.record()
+    status, text = completion(one)
+    assert (status, healthy(one)) == (200, True), text
+    order.write_text(fault)
+    asked: list[Callable[[], tuple[int, str]]] = [
+        partial(completion, one),
+        partial(answer, one, "/v2/models/ensemble/generate", GENERATED),
+        partial(answer, one, "/v2/models/tensorrt_llm_bls/generate", GENERATED),
+    ]
+    if fault == "errors":
+        # Nobody knows yet that it is no single step that fails; not even then is it the client's fault.
+        assert [completion(one)[0] for _ in range(2)] == [500, 500]
+        asked = asked[:1]
+    with ThreadPoolExecutor(len(asked)) as threads:
+        calls = [threads.submit(each) for each in asked]
+        unhealthy = seconds_until(lambda: not healthy(one), NOTICED)
+        answers = [call.result() for call in calls]
+    assert [status for status, _ in answers] == [503] * len(asked), answers
+    told = "no step" if fault == "waits" else "stopped working"
+    assert all(told in body for _, body in answers), answers
+    settled = seconds_until(lambda: one.record().restarts == before.restarts + 1 and one.state() == "ready", 120)
+    one.ready()
+    wait_until(lambda: healthy(one))
+    assert completion(one) == (200, text)
     measured("failing engine", how=fault, unhealthy_s=unhealthy, settled_s=settled)
 
 
@@ -142,23 +149,23 @@ STOPPED = ("gateway", "preprocessing", "tensorrt_llm", "tritonserver", "postproc
 
 
 @pytest.mark.parametrize("process", STOPPED if ALL else STOPPED[:2])
-def test_a_stopped_process_is_ended_and_the_server_started_again(process: str, repository: Path, home: Path) -> None:
-    with supervised(repository, home, "--restart", "on-failure", "--no-verify", gateway=True) as one:
-        one.ready()
-        text = completion(one)
-        assert text[0] == 200
-        os.kill(one.victim(process), signal.SIGSTOP)
-        unhealthy = seconds_until(lambda: not healthy(one, 2), NOTICED)
-        if process in ("preprocessing", "tensorrt_llm"):
-            status, body = answer(one, "/v2/models/ensemble/generate", GENERATED)
-            assert status in (0, 503), body
-        settled = seconds_until(lambda: one.record().restarts == 1 and one.state() == "ready", 120)
-        one.ready()
-        wait_until(lambda: healthy(one))
-        assert completion(one) == text
-        failure = one.record().failure
-        assert failure is not None
-        assert "stopped by a signal" in failure.message or "is not healthy" in failure.message
+def test_a_stopped_process_is_ended_and_the_server_started_again(process: str, one: Supervised) -> None:
+    before = one.record()
+    text = completion(one)
+    assert text[0] == 200
+    os.kill(one.victim(process), signal.SIGSTOP)
+    unhealthy = seconds_until(lambda: not healthy(one, 2), NOTICED)
+    if process in ("preprocessing", "tensorrt_llm"):
+        status, body = answer(one, "/v2/models/ensemble/generate", GENERATED)
+        assert status in (0, 503), body
+    settled = seconds_until(lambda: one.record().restarts == before.restarts + 1 and one.state() == "ready", 120)
+    one.ready()
+    wait_until(lambda: healthy(one))
+    assert completion(one) == text
+    failure = one.record().failure
+    assert failure is not None
+    assert failure != before.failure
+    assert "stopped by a signal" in failure.message or "is not healthy" in failure.message
     measured("stopped process", process=process, unhealthy_s=unhealthy, settled_s=settled)
 
 
