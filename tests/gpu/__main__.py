@@ -78,6 +78,7 @@ PARTS: dict[str, dict[str, Part]] = {
             seconds=420,
             environment={**ON_GPU, "TRTSERVE_TEST_RUNTIME": "torch"},
         ),
+        "sums": Part(command=(sys.executable, "-m", "tests.gpu.sums"), seconds=60, gpus=2),
         "ranks": Part(command=(*PYTEST, "tests/e2e/test_torch_ranks.py"), seconds=240, gpus=2, environment=ON_GPU),
     },
     "bench": {

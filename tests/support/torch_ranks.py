@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from trtserve.executor.engine.model import StepInputs
 from trtserve.executor.torch.model import TorchModel, load_model
-from trtserve.executor.torch.ranks import RankGroup
+from trtserve.executor.torch.rank_group import RankGroup
 
 _SOON = 60.0
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from trtserve.executor.engine.model import Chosen, Draws, PendingStep, StepInputs
 from trtserve.executor.torch.model import load_model
-from trtserve.executor.torch.ranks import RankGroup
+from trtserve.executor.torch.rank_group import RankGroup
 from trtserve.executor.torch.staged_model import StagedModel
 
 

@@ -597,3 +597,33 @@ def test_weights_are_quantised_as_on_openvino(inputs: int) -> None:
     codes, scales = quantize_per_channel(weight.numpy())
     ours = quantize(weight, 8)
     assert np.array_equal(ours.floats(torch.float32).numpy(), codes * scales)
+
+
+@pytest.mark.parametrize("type_", ["float32", "float16", "bfloat16"])
+def test_a_rank_sums_what_the_others_wrote_into_its_places(type_: str) -> None:
+    import torch
+
+    from trtserve.executor.torch.sum_kernels import GpuSums
+
+    dtype = getattr(torch, type_)
+    bits = torch.int32 if dtype.itemsize == 4 else torch.int16
+    sizes = (2, 3, 16384)  # halves, ranks, bytes
+    memory = [torch.zeros(sizes, dtype=torch.uint8) for _ in range(3)]
+    sums = GpuSums(memory[1].view(-1), [each.data_ptr() for each in memory], 1)
+    words = [each.view(bits) for each in memory]
+    empty = words[1].clone()
+    for turn, count in enumerate((512, 8, 264)):  # of one program
+        given = torch.randn(3, count).to(dtype)
+        given[:, ::5] = -0.0
+        for rank in (0, 2):
+            words[1][turn % 2, rank, :count] = given[rank].view(bits).where(given[rank] != 0, 0)
+        found = sums(given[1])
+        # Of bfloat16 the interpreter does not round as GPUs do.
+        torch.testing.assert_close(
+            found.float(), given.float().sum(0), rtol=2e-2 if dtype.itemsize == 2 else 1e-6, atol=1e-2
+        )
+        assert torch.equal(words[1], empty), "its places are free again"
+        for rank in (0, 2):
+            sent = words[rank][turn % 2, 1, :count]
+            assert torch.equal(sent.view(dtype), given[1])
+            assert not (sent == empty[0, 0, 0]).any(), "a zero is not taken for an empty place"

@@ -32,7 +32,7 @@ from trtserve.executor.torch.modules import (
 from trtserve.executor.torch.operations import HeadNorms, Operations, RotationTables, Scores
 from trtserve.executor.torch.packed import Fp8Codes
 from trtserve.executor.torch.plain_operations import rotate
-from trtserve.executor.torch.ranks import RankGroup
+from trtserve.executor.torch.rank_group import RankGroup
 from trtserve.executor.torch.streams import StreamEnds, StreamLayer
 from trtserve.executor.torch.weights import EngineWeights
 

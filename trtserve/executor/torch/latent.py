@@ -13,7 +13,7 @@ from trtserve.checkpoint.architectures.base import LatentAttention
 from trtserve.executor.torch.adapters import Adapters
 from trtserve.executor.torch.modules import Linear, Norm, WeightMatrix
 from trtserve.executor.torch.operations import Operations
-from trtserve.executor.torch.ranks import RankGroup
+from trtserve.executor.torch.rank_group import RankGroup
 from trtserve.executor.torch.weights import EngineWeights
 
 

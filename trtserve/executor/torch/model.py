@@ -29,7 +29,7 @@ from trtserve.executor.torch.adapters import Adapters, AdapterStore, spans_of
 from trtserve.executor.torch.decoder import Inputs, TorchDecoder
 from trtserve.executor.torch.mixers import LayerCache, StepStates, keys_of, tables_of
 from trtserve.executor.torch.operations import Device, Operations
-from trtserve.executor.torch.ranks import ALONE, RankGroup
+from trtserve.executor.torch.rank_group import ALONE, RankGroup
 from trtserve.executor.torch.weights import EngineWeights
 from trtserve.host.machine import free_memory
 

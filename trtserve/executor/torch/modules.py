@@ -18,7 +18,7 @@ from trtserve.executor.torch.adapters import Adapters
 from trtserve.executor.torch.operations import ExpertWeights, Matrix, Operations, RotationTables, Rows
 from trtserve.executor.torch.packed import FP8, Fp8Codes, PackedWeight, join_packed, spread
 from trtserve.executor.torch.plain_operations import activate, rotate, xielu
-from trtserve.executor.torch.ranks import RankGroup
+from trtserve.executor.torch.rank_group import RankGroup
 from trtserve.executor.torch.weights import EngineWeights
 
 

@@ -15,56 +15,22 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trtserve.executor.torch.rank_group import RankGroup
+
 if TYPE_CHECKING:
     from trtserve.executor.torch.operations import Device
+    from trtserve.executor.torch.sum_kernels import GpuSums
 
 
 logger = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
-
-
-@dataclass(eq=False)
-class RankGroup:
-    """This process's place among the ranks, and what it exchanges with them; here nothing, for a model in one process.
-
-    Ranks are numbered as in the checkpoint, tensor parallelism fastest: rank = stage · tp_size + tp_rank.
-    """
-
-    tp_size: int = 1
-    tp_rank: int = 0
-    stages: int = 1
-    stage: int = 0
-
-    @property
-    def last_stage(self) -> bool:
-        """Whether this rank computes logits."""
-        return self.stage == self.stages - 1
-
-    def all_reduce(self, part: Tensor) -> Tensor:
-        """Return the sum of the tensor-parallel ranks' `part`, which may be overwritten."""
-        return part
-
-    def all_gather(self, part: Tensor) -> Tensor:
-        """Return the tensor-parallel ranks' `part` [r, n] side by side: [r, tp_size · n]."""
-        return part
-
-    def send(self, hidden: Tensor) -> None:
-        """Send hidden states to the same tensor-parallel rank of the next stage."""
-        raise AssertionError(hidden)
-
-    def receive(self, hidden: Tensor) -> Tensor:
-        """Fill `hidden` with the states that the previous stage sends, and return it."""
-        raise AssertionError(hidden)
-
-
-ALONE = RankGroup()
 
 
 class AwaitedTensor:
@@ -127,10 +93,10 @@ class Ranks(RankGroup):
         self._forward, self._back = (dist.new_group() if stages > 1 else None for _ in range(2))
         self._stream = torch.cuda.Stream(device) if stages > 1 and device.type == "cuda" else None
         self._sent = deque[tuple[Any, Tensor]]()
-        self._sums: OneShotSums | None = None
+        self._sums: GpuSums | None = None
         first = self.stage * tp_size
         if tp_size > 1 and device.type == "cuda" and len(set(hosts[first : first + tp_size])) == 1:
-            self._sums = one_shot_sums(self._tp, device)
+            self._sums = gpu_sums(self._tp, device)
 
     def all_reduce(self, part: Tensor) -> Tensor:
         if self._sums is not None and self._sums.fit(part):
@@ -295,45 +261,15 @@ def _address(hosts: Sequence[str]) -> str:
         return str(towards.getsockname()[0])
 
 
-# Every GPU reads all summands, so that more GPUs take smaller tensors. Two take those of up to 1 MiB.
-_ALL_BYTES: Final = 2 * 2**20
-# Numbers are read 16 bytes at a time, and PyTorch has this kernel for two types.
-_ALIGNED: Final = 16
-_DTYPES: Final = (torch.float32, torch.bfloat16)
-
-
-class OneShotSums:
-    """All-reduce for tensors of a decode step, for which it takes about half of NCCL's time (docs/gpu.md).
-
-    Raises RuntimeError when the GPUs of the group cannot read each other's memory.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        from torch.distributed import _symmetric_memory as symmetric_memory  # the only name that PyTorch gives it
-
-        bytes_each = _ALL_BYTES // group.size() // _ALIGNED * _ALIGNED
-        self._summand: Tensor = symmetric_memory.empty(bytes_each, dtype=torch.uint8, device=device)
-        symmetric_memory.rendezvous(self._summand, group)
-        self._group = group.group_name
-
-    def fit(self, x: Tensor) -> bool:
-        """Return whether the tensor is of a size and type that this kernel takes."""
-        return x.dtype in _DTYPES and x.nbytes <= self._summand.nbytes and x.nbytes % _ALIGNED == 0
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' x; every rank adds them in the same order."""
-        summand = self._summand[: x.nbytes].view(x.dtype).view(x.shape)
-        total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(summand, x.contiguous(), "sum", self._group)
-        return total
-
-
-def one_shot_sums(group: Any, device: torch.device) -> OneShotSums | None:
+def gpu_sums(group: Any, device: torch.device) -> GpuSums | None:
     """Return the sums of a group of GPUs of one host, or None when a rank cannot take part."""
+    from trtserve.executor.torch.sum_kernels import GpuSums
+
     found = None
     try:
-        found = OneShotSums(group, device)
+        found = GpuSums.of_group(group, device)
     except RuntimeError as error:
-        logger.info("NCCL sums all tensors, because the GPUs cannot read each other's memory: %s", error)
+        logger.info("NCCL sums all tensors, because the GPUs cannot write to each other's memory: %s", error)
     everywhere = torch.tensor(int(found is not None), device=device)
     dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=group)
     return found if int(everywhere) else None

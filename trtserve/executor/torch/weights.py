@@ -29,7 +29,7 @@ from trtserve.checkpoint.sharding import Shard, name_in_stage, older_name, shard
 from trtserve.checkpoint.tensor_files import CODES, TensorFile
 from trtserve.errors import CorruptFileError
 from trtserve.executor.torch.packed import PackedWeight, pack, quantize
-from trtserve.executor.torch.ranks import RankGroup
+from trtserve.executor.torch.rank_group import RankGroup
 from trtserve.specs.runtime import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8
 
 # Bits of the codes that float matrices get here, by the algorithm of the checkpoint.
