@@ -254,7 +254,7 @@ def test_several_words_find_the_options_that_have_all_of_them(capsys: pytest.Cap
         ("CUDA out of memory", "How do I limit its memory (CUDA out of memory)?"),
         ("openwebui", "Does Open WebUI work with it?"),
         ("gpu is not found", "Does it work without a GPU, and what if my GPU is not found?"),
-        ("use it from python", "How do I call it from Python?"),
+        ("use it from python", "How do I call it from Python (library)?"),
         ("is my data sent anywhere", "Does it send any data home (telemetry)?"),
         ("offline", "How do I work without internet access?"),
         (
@@ -279,6 +279,13 @@ def test_several_words_find_the_options_that_have_all_of_them(capsys: pytest.Cap
         ("quantize to int4", "How do I quantise to int8 or int4 (8 or 4 bits, quantize)?"),
         ("disk full", "How do I delete a model, free a full disk or uninstall it?"),
         ("ask a remote server", "How do I ask a server on a remote machine?"),
+        ("stop server", "How do I stop a server?"),  # the first word is a command
+        ("stop a server", "How do I stop a server?"),
+        ("https", "How do I reach the server from another machine (host, API keys, TLS, nginx)?"),
+        ("longer answers", "How do I get longer answers, or why was one cut off (max tokens)?"),
+        ("streaming", "How do I stream answers (streaming)?"),
+        ("python library", "How do I call it from Python (library)?"),
+        ("load balancing", "How do I balance load over several copies or servers (load balancing, replicas)?"),
     ],
 )
 def test_a_question_is_answered_at_once(question: str, heading: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,6 +296,27 @@ def test_a_question_is_answered_at_once(question: str, heading: str, capsys: pyt
     assert len(answer) > 40
     assert not re.search(r"\S-\n", answer)  # the name of a page stays whole
     assert "](" not in answer  # a link is words and a page
+
+
+def test_the_options_of_an_answer_are_those_that_it_tells_of(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["help", "change", "port"]) == 0
+    options = capsys.readouterr().out.partition("\n\n")[2].partition("documentation")[0].split("\n")
+    assert [line for line in options if line.startswith("trtserve")] == ["trtserve start:"]
+    assert [line.split()[0] for line in options if line.startswith("  --")] == [
+        "--http-port",
+        "--grpc-port",
+        "--metrics-port",
+        "--auto-ports",
+    ]
+
+
+@pytest.mark.parametrize("words", ["", "bench", "help grpc port"])
+def test_no_line_of_help_is_wider_than_a_terminal(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run([*words.split(), *([] if words.startswith("help") else ["--help"])]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
 def test_a_page_fits_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,9 @@ from pydantic import TypeAdapter
 
 from tests.support.scripted_endpoint import (
     TEMPLATE,
+    WEATHER,
+    chat,
+    endpoint_of,
     error,
     named_events,
     respond,
@@ -446,6 +449,34 @@ def test_a_chat_of_ollama(client: TestClient, triton: ScriptedTriton) -> None:
     assert [each["done"] for each in lines] == [False] * len(lines)
     assert (last["done"], last["eval_count"]) == (True, whole["eval_count"])
     assert last["total_duration"] == last["prompt_eval_duration"] + last["eval_duration"]
+
+
+def test_a_system_message_that_the_template_would_drop_is_refused(tmp_path: Path) -> None:
+    folder = write_chat_model(tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endfor %}>"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    triton = ScriptedTriton(folder)
+    system = {"role": "system", "content": "Be brief."}
+    question = {"role": "user", "content": "Hi"}
+    body = {"model": NAME, "messages": [question], "system": "S"}
+    with endpoint_of(triton) as client:
+        for answer in (
+            chat(client, messages=[system, question]),
+            chat(client, messages=[{**system, "role": "developer"}, question], stream=True),
+            chat(client, messages=[question, system, question], tools=[WEATHER]),
+            respond(client, instructions="Be brief."),
+            send_message(client, system="Be brief."),
+            client.post("/v1/messages/count_tokens", json=body),
+            client.post("/tokenize", json={"model": NAME, "messages": [system, question]}),
+            ollama(client, messages=[system, question]),
+            ollama(client, "generate", system="Be brief."),
+        ):
+            assert answer.status_code == 400
+            assert "no place for a system message" in answer.text
+        assert not triton.requests
+        for each in (chat(client), chat(client, messages=[{**system, "content": " "}, question])):
+            assert each.status_code == 200
 
 
 def test_texts_and_models_of_ollama(client: TestClient, triton: ScriptedTriton) -> None:

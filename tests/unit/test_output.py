@@ -6,6 +6,7 @@ import io
 import re
 
 import pytest
+from rich.cells import cell_len
 
 from trtserve.__main__ import prepare_streams
 from trtserve.cli import output
@@ -261,3 +262,27 @@ def test_a_stream_that_cannot_take_a_letter_is_no_error(monkeypatch: pytest.Monk
     prepare_streams()
     output.print_data("“é”… \ud800")
     assert content.getvalue().endswith(b" ?\n")
+
+
+def test_a_stream_is_wrapped_between_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "one two three four five\nsix seven 日本語日本語日本語 eight " + "x" * 25 + "\n\n  nine"
+    for pieces in ([text], list(text)):
+        stream = output.StreamedText()
+        for piece in pieces:
+            stream.write(piece)
+        stream.end()
+        assert capsys.readouterr().out == text + "\n"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "18")
+    shown = []
+    for pieces in ([text], list(text)):
+        stream = output.StreamedText()
+        for piece in pieces:
+            stream.write(piece)
+        stream.end()
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    lines = shown[0].splitlines()
+    assert lines[:3] == ["one two three four", "five", "six seven 日本語日"]
+    assert [line.strip() for line in lines if "x" not in line or "six" in line][-3:] == ["本語日本語 eight", "", "nine"]
+    assert max(map(cell_len, lines)) == 25, "a word stays whole"

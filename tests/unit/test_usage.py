@@ -18,6 +18,7 @@ HOSTED = ("start", "chat", "query", "gateway", "bench")
 @pytest.mark.parametrize(
     ("arguments", "message", "hint"),
     [
+        (["hlep", "start"], "`trtserve` has no command hlep.", "Did you mean `trtserve help`?"),
         (["queri"], "`trtserve` has no command queri.", "Did you mean `trtserve query`?"),
         (["xyzzy"], "`trtserve` has no command xyzzy.", "`trtserve -h` lists its commands."),
         (["serve"], "`trtserve` has no command serve.", "Use `trtserve start`."),

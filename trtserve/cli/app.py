@@ -94,7 +94,7 @@ COMMANDS: dict[str, CommandEntry | GroupEntry] = {
         "`token-norm-dist`: 100 random prompts, 8 at a time. `report` and `compare` read results again.\n\nExamples:\n"
         "  trtserve bench\n"
         "  trtserve bench token-norm-dist --concurrency 8\n"
-        "  trtserve bench token-norm-dist --request-rate 5 --slo ttft=200ms,itl=50ms --out monday\n"
+        "  trtserve bench --request-rate 5 --slo ttft=200ms,itl=50ms --out monday\n"
         "  trtserve bench compare monday tuesday --max-regression 5%",
         panel=USUAL,
         guide="how-to/bench",

@@ -204,7 +204,7 @@ _COMMANDS = {
     "/set": "NAME VALUE: set an option such as temperature; without a value, remove it; alone, list the usual options",
     "/model": "NAME: ask another model or server from now on; alone, list them",
     "/retry": "ask the last question again; with a temperature, other words may be drawn",
-    "/reset": "forget what was said",
+    "/reset": "forget what was said; /clear does the same",
     "/save": "FILE: write the conversation, as Markdown or as messages in a .json file",
     "/thoughts": "what the model thought before its last answer",
     "/stats": "what the answers took",
@@ -439,7 +439,7 @@ class _Talk:
             "/stats": self._print_stats,
             "/help": lambda: print_block("\n".join(f"{name:<9}  {text}" for name, text in _COMMANDS.items())),
         }
-        actions["/?"] = actions["/help"]
+        actions |= {"/?": actions["/help"], "/clear": actions["/reset"]}
         if command not in actions:
             close = get_close_matches(command, actions, n=1)
             say(f"There is no command {command}{f'; did you mean {close[0]}?' if close else '; /help lists them.'}")

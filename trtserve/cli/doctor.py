@@ -129,6 +129,8 @@ def _print(examination: Examination) -> None:
         for finding in findings:
             console.print(_lines(finding, names, max(_LEAST_WIDTH, console.width - 1)))
     works = ("works here", "bold green") if examination.works else ("cannot work here", "bold red")
+    if any(finding.state == "unneeded" and finding.fix for finding in examination.findings):
+        console.print(Text("\nTo get what is unneeded: trtserve doctor --json says how.", style="dim"))
     console.print(Text.assemble("\nRuntime ", (examination.runtime, "bold"), f" ({examination.reason}) ", works, "."))
 
 
@@ -140,7 +142,7 @@ def _lines(finding: CheckResult, names: int, width: int) -> Text:
     if width - indent < _LEAST_WIDTH or max(map(len, finding.evidence.split()), default=0) > room:
         indent, room = 4, width - 4  # a path stays whole
     evidence = wrapped(finding.evidence, room)
-    fix = wrapped(finding.fix, room - 2) if finding.fix else []
+    fix = wrapped(finding.fix, room - 2) if finding.fix and finding.state != "unneeded" else []
     text = Text.assemble("  ", (f"{finding.state:<{_STATE_WIDTH}}", _STYLES[finding.state]), f"{finding.name:<{names}}")
     below = [*evidence, *(("→ " if number == 0 else "  ") + line for number, line in enumerate(fix))]
     if indent > 4:

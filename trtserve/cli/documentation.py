@@ -77,6 +77,8 @@ class PagesFound:
     """Pages, best first: their names, and their title with the headings."""
     answer: PageSection | None
     """The question whose words were asked, with its answer."""
+    about_all: bool = False
+    """Whether that question has all of the words."""
 
 
 def about(parts: Sequence[str], command: str = "") -> PagesFound:
@@ -113,7 +115,7 @@ def about(parts: Sequence[str], command: str = "") -> PagesFound:
                 best, answer = rank, section
     ranked = sorted(pages.items(), key=lambda item: -max(item[1])[0])[:_MOST_PAGES]
     kept = [(place, found) for place, found in ranked if max(found)[0] >= _LEAST * max(ranked[0][1])[0]]
-    return PagesFound([_entry(*place, found) for place, found in kept], answer)
+    return PagesFound([_entry(*place, found) for place, found in kept], answer, about_all=best[0] == 1)
 
 
 def rendered(page: str, width: int) -> str:

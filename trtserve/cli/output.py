@@ -69,6 +69,10 @@ def _stderr() -> Console:
     return terminal(stderr=True, soft_wrap=True)
 
 
+# Where a line may end: behind a blank, and behind a character of a script without them.
+_WORDS = re.compile(r"(?<=[\s\u2e80-\uffef\U00010000-\U0010ffff])")
+
+
 def print_data(text: str) -> None:
     """Write one piece of data to stdout."""
     print_piece(text if text.endswith("\n") else text + "\n")
@@ -87,6 +91,43 @@ def print_text(text: str) -> None:
         lines = (wrapped(line, width) if len(line) > width else [line] for line in text.splitlines())
         text = "\n".join(part for parts in lines for part in parts)
     print_data(text)
+
+
+class StreamedText:
+    """A text that comes in pieces, on stdout: on a terminal its lines are wrapped between words, as in `print_text`."""
+
+    def __init__(self) -> None:
+        self._width = get_terminal_size().columns if sys.stdout.isatty() else 0
+        self._column, self._word = 0, ""
+
+    def write(self, piece: str) -> None:
+        """Print a piece; on a terminal a word waits for its end."""
+        if not self._width:
+            print_piece(piece)
+            return
+        *words, self._word = _WORDS.split(self._word + piece)
+        for word in words:
+            self._put(word)
+
+    def end(self) -> None:
+        """Print the last word, and end the line."""
+        self._put(self._word)
+        self._column, self._word = 0, ""
+        print_data("")
+
+    def _put(self, word: str) -> None:
+        from rich.cells import cell_len
+
+        shown = visible(word.rstrip())
+        if self._column and self._column + cell_len(shown) > self._width:
+            print_piece("\n")
+            self._column = 0
+        self._column += cell_len(shown)
+        print_piece(shown)
+        for blank in word[len(word.rstrip()) :]:
+            if blank == "\n" or self._column < self._width:  # a blank beyond the line would begin the next one
+                print_piece(blank)
+            self._column = 0 if blank == "\n" else self._column + 1
 
 
 def cut(text: str) -> str:

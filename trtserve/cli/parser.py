@@ -91,6 +91,7 @@ _ASKED_FOR = {
     "--api-key-file": "set an api key",
     "--max-batch-size": "how many requests at once",
 }
+_FLAG = re.compile("--[a-z][a-z-]+")
 _MOST_LISTED = 5  # commands of a group that an error lists
 _MOST_OPTIONS = 30  # of a command whose help shows all of them
 _HELP = "trtserve.help"  # in the context: the word that is asked for, or "" for everything
@@ -409,7 +410,9 @@ def _write_matches(node: Any, context: Any, formatter: Any, asked: str) -> None:
     documented = about(parts, command)
     pages = {"documentation (`trtserve help PAGE` prints one)": documented.pages}
     question = len(parts) < len(asked.split())
-    if documented.answer and (whole or len(parts) > 1):
+    if documented.answer and (whole or len(parts) > 1 or documented.about_all):
+        found = {"exit codes": found.pop("exit codes", []), **_told_of(documented.answer.text, found, parts)}
+        named = dict.fromkeys(_commands_named(node, asked)) if whole else {}
         heading, text = documented.answer.heading, plain(documented.answer.text)
         for line in (*_lines(heading, formatter.width), *_lines(text, formatter.width - 2, indent="  ")):
             formatter.write(f"{line}\n")
@@ -427,6 +430,20 @@ def _write_matches(node: Any, context: Any, formatter: Any, asked: str) -> None:
         path, known = context.command_path, {word for section in sections() for word in section.words}
         hint = f"{did_you_mean(asked.lower(), known, cutoff=_CLOSE_SHORT)} `{path} --help-all` shows all of it."
         raise UsageError(f"The help of `{path}` has no word {asked!r}.", hint=hint.lstrip())
+
+
+def _told_of(
+    answer: str, found: Mapping[str, list[tuple[str, str]]], parts: Sequence[str]
+) -> dict[str, list[tuple[str, str]]]:
+    """Return the options that an answer tells of, best of its commands, or those with the words in their names."""
+    from trtserve.cli.documentation import beginning
+
+    flags, commands = set(_FLAG.findall(answer)), set(re.findall("`(?:trtserve )?([a-z]+)", answer))
+    phrase = beginning(r"[\W_]+".join(parts))
+    told = {title: [row for row in rows if flags & set(_FLAG.findall(row[0]))] for title, rows in found.items()}
+    own = {title: rows for title, rows in told.items() if commands & set(re.findall("[a-z]+", title))}
+    named = {title: [row for row in rows if phrase.search(row[0])] for title, rows in found.items()}
+    return next((each for each in (own, told, named) if any(each.values())), {})
 
 
 def _stems(asked: str) -> list[str]:
@@ -482,9 +499,17 @@ def _records_about(node: Any, context: Any, parts: Sequence[str]) -> dict[str, l
     named = [record for record in kept if phrase.search(record[0])]
     found: dict[str, list[tuple[str, str]]] = {}
     for record in named if named and len(kept) > _MOST_FOUND else kept[: 2 * _MOST_FOUND]:
-        heading = f"{context.command_path} {listing(owners[record], most=_MOST_OWNERS)}".rstrip()
+        heading = f"{context.command_path} {listing(_owners(owners[record]), most=_MOST_OWNERS)}".rstrip()
         found.setdefault(heading, []).append(record)
     return found
+
+
+def _owners(names: Sequence[str]) -> list[str]:
+    """Return the names of commands, where several of a group have the name of the group."""
+    groups = [name.split(" ")[0] for name in names]
+    return list(
+        dict.fromkeys(group if groups.count(group) > 1 else name for group, name in zip(groups, names, strict=True))
+    )
 
 
 def _commands_named(node: Any, asked: str) -> list[tuple[str, str]]:
@@ -584,7 +609,7 @@ def _extra_arguments(path: str, words: Sequence[str], meant: str | None) -> Usag
 
 
 def _no_such_command(word: str, path: str, commands: Sequence[str]) -> UsageError:
-    close = difflib.get_close_matches(word, commands, n=3)
+    close = difflib.get_close_matches(word, [*commands, *(["help"] if path == "trtserve" else [])], n=3)
     if path == "trtserve" and word in _OTHER_VERBS:
         hint = f"Use `{path} {_OTHER_VERBS[word]}`."
     elif close:

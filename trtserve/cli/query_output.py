@@ -33,7 +33,7 @@ class Sink:
     folder: Path | None = None
     names: tuple[str, ...] = ()
     _results: list[dict[str, Any]] = field(default_factory=list)
-    _printed: bool = False
+    _streamed: output.StreamedText | None = None
     _reduced: bool = False
 
     @property
@@ -42,8 +42,8 @@ class Sink:
         return self._write if self.stream else None
 
     def _write(self, piece: str) -> None:
-        self._printed = True
-        output.print_piece(piece)
+        self._streamed = self._streamed or output.StreamedText()
+        self._streamed.write(piece)
 
     def add(self, generation: Generation, spec: QuerySpec) -> None:
         """Print one answer, or keep it for the JSON document."""
@@ -61,9 +61,8 @@ class Sink:
             output.say(_timing(generation))
 
     def _print_texts(self, generation: Generation, *, labelled: bool) -> None:
-        printed, self._printed = self._printed, False
-        if printed:
-            output.print_data("")
+        if self._streamed is not None:
+            self.broken()
             return
         for sequence in generation.sequences:
             label = f"{_label(sequence, generation)}: " if labelled else ""
@@ -73,9 +72,10 @@ class Sink:
             output.print_data("")
 
     def broken(self) -> None:
-        """End the line of an answer that was cut off."""
-        if self._printed:
-            output.print_data("")
+        """End the line of an answer that was streamed, or cut off."""
+        if self._streamed is not None:
+            self._streamed.end()
+        self._streamed = None
 
     def finish(self, spec: QuerySpec, endpoint: Endpoint) -> None:
         """Print the JSON document and notes about the length limit."""

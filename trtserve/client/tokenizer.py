@@ -25,6 +25,7 @@ from trtserve.process.answering import AnsweringProcess
 from trtserve.programs.shared.tokenizer import configured_end_ids, decode, encode, open_tokenizer
 
 PREPROCESSING = "preprocessing"
+NO_SYSTEM = "The model's chat template has no place for a system message: it would be dropped."
 _FALSE_WORDS = ("false", "0", "f", "n", "no")
 
 TEMPLATE_SECONDS = 5.0  # longest time that a template may compute
@@ -268,10 +269,7 @@ def require_system(template: str, system: str, special_tokens: Mapping[str, str]
     """Raise UsageError for a chat template that refuses system messages, or drops them without a word."""
     first, second = (render(template, messages("?", each), special_tokens) for each in (system, None))
     if first == second and system.strip():
-        raise UsageError(
-            "The model's chat template has no place for a system message: it would be dropped.",
-            hint="Write it into the question.",
-        )
+        raise UsageError(NO_SYSTEM, hint="Write it into the question.")
 
 
 def takes_system(files: TokenizerFiles) -> bool:

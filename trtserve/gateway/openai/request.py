@@ -6,6 +6,7 @@ import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pydantic import BaseModel
 from trtserve.client.request import VLLM_SEEDS, RequestContext, request_tensors, vllm_guide
 from trtserve.client.spec import QuerySpec, tensors_of
 from trtserve.client.tensors import IDS_INPUT, VLLM_INPUT, Tensor
-from trtserve.client.tokenizer import PreparedPrompts, end_words, find_chat_template, text_to_send
+from trtserve.client.tokenizer import NO_SYSTEM, PreparedPrompts, end_words, find_chat_template, text_to_send
 from trtserve.errors import UsageError
 from trtserve.gateway.openai.bodies import AllowedTools, ChatBody, Sampling
 from trtserve.gateway.openai.encoding import Encoder
@@ -406,7 +407,12 @@ async def chat_text(served: ServedModel, body: ChatBody) -> str | None:
     choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, BaseModel) else body.tool_choice
     variables = {**body.template_variables, **({"tools": tools, "tool_choice": choice} if tools else {})}
     try:
-        text = await _rendered(served.encoder, template, body, tokens, variables, parts=served.reads_images)
+        render = partial(
+            _rendered, served.encoder, template, tokens=tokens, variables=variables, parts=served.reads_images
+        )
+        text = await render(body)
+        if not served.takes_system and (rest := _without_system(body)) and text == await render(rest):
+            raise ApiError(f"{NO_SYSTEM} Write it into the question.", param="messages")
     except UsageError as error:
         raise ApiError(error.message, param="messages") from None
     except (TypeError, KeyError, AttributeError, ValueError) as error:
@@ -418,6 +424,13 @@ async def chat_text(served: ServedModel, body: ChatBody) -> str | None:
     text = _shortened(served, body, text)
     served.require_room(text)
     return text
+
+
+def _without_system(body: ChatBody) -> ChatBody | None:
+    """Return the conversation without its system messages, or None for one that has none with a text, or no other."""
+    rest = [each for each in body.messages if each["role"] != "system"]
+    said = any(each["role"] == "system" and str(each["content"]).strip() for each in body.messages)
+    return body.model_copy(update={"messages": rest}) if rest and said else None
 
 
 async def _rendered(
