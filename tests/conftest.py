@@ -39,6 +39,7 @@ _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 _NUMBERS = itertools.count()
 _MANY_MODULES = 50
 _frozen_modules = 0
+_PLACES = {"unit": 0, "integration": 1, "faults": 2, "e2e": 3}
 _LEFT_OUT = pytest.StashKey[tuple[int, list[str]]]()
 
 
@@ -61,11 +62,7 @@ def _share_ports() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests whose needs are missing, and sort the others.
-
-    In one process fast tests run first: unit, integration, then a real Triton. Processes of pytest-xdist begin with the
-    slow ones, so that no slow file is left for the end, where it would keep one process waiting for the other.
-    """
+    """Leave out tests whose needs are missing, and sort the others: in one process fast tests run first."""
     missing = missing_needs()
     kept: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
@@ -77,17 +74,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         absent = needed.intersection(missing)
         lacked |= absent
         (left_out if absent else kept).append(item)
-    order = ["unit", "integration", "e2e"]
+    items[:] = sorted(kept, key=lambda item: (_place(item.path), item.path))
     if hasattr(config, "workerinput"):
-        order.reverse()
-    places = {folder: place for place, folder in enumerate(order)}
-    items[:] = sorted(kept, key=lambda item: (places.get(item.path.parent.name, len(order)), item.path))
+        items[:] = _mixed(items)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         names = [name for name in NEEDS if name in lacked]
         config.stash[_LEFT_OUT] = (len(left_out), names)
         if hasattr(config, "workeroutput"):
             config.workeroutput["left_out"] = config.stash[_LEFT_OUT]
+
+
+def _place(path: Path) -> int:
+    return _PLACES.get(path.parent.name, len(_PLACES))
+
+
+def _mixed(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Sort files for several processes: those that wait for servers first, and between them unit tests, which compute.
+
+    So the processors are busy from the beginning, and no slow file is left for the end, where others would wait for it.
+    """
+    files = sorted({item.path for item in items}, key=lambda path: (-_place(path), path))
+    computing = [path for path in files if _place(path) == 0]
+    waiting = [path for path in files if _place(path) > 0]
+    at = {path: number / len(computing) for number, path in enumerate(computing)}
+    at |= {path: 0.9 * number / len(waiting) for number, path in enumerate(waiting)}
+    return sorted(items, key=lambda item: at[item.path])
 
 
 class _Turned(pytest.Dir):  # type: ignore[misc]  # final, but nothing else orders files before their import
