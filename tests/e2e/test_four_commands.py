@@ -74,8 +74,9 @@ def test_the_four_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         http = trtserve("query", "What is ML?", "--protocol", "http", home=home).stdout
         assert http == answer
         url = f"http://127.0.0.1:{ports['TRTSERVE_START_HTTP_PORT']}/v1"
+        few = ("--num-requests", "4", "--output-mean", "8")
         for asked in ((), ("--openai", url, "--no-calibrate")):  # the tokenizer is that of the server
-            table = trtserve("bench", "token-norm-dist", *asked, "--num-requests", "4", home=home).stdout
+            table = trtserve("bench", "token-norm-dist", *asked, *few, home=home).stdout
             assert re.search(r"Total requests\D+4", table)
         assert "nv_inference" in trtserve("metrics", "--raw", home=home).stdout
     finally:

@@ -65,7 +65,7 @@ def test_the_tutorial_for_laptops_shows_what_its_commands_print(tmp_path: Path) 
             # The server takes another port where a program has taken its own meanwhile.
             port = "$(trtserve status --json | grep -om1 '\"http_port\": [0-9]*' | grep -o '[0-9]*')"
             called = command.removeprefix("$ ").replace("localhost:8000", f"localhost:{port}")
-            called = called.replace("--num-requests 100", "--num-requests 20")  # which prints as much
+            called = called.replace("--num-requests 100", "--num-requests 8")  # which prints as much
             printed = terminal["screen"](terminal["record"](["bash", "-c", called], variables).decode())
             assert '"error"' not in "".join(printed), command
             expected = {_shape(line) for line in shown.splitlines() if not line.startswith(VARYING)}
@@ -77,7 +77,7 @@ def test_the_tutorial_for_laptops_shows_what_its_commands_print(tmp_path: Path) 
 def test_demo_prints_what_the_picture_shows(tmp_path: Path) -> None:
     result = subprocess.run(
         ["bash", str(ROOT / "examples" / "demo.sh")],
-        env=_environment(tmp_path, free_ports("127.0.0.1", 3)),
+        env={**_environment(tmp_path, free_ports("127.0.0.1", 3)), "TRTSERVE_BENCH_TOKEN_NORM_DIST_NUM_REQUESTS": "8"},
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

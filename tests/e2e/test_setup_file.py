@@ -14,8 +14,14 @@ from trtserve.host.ports import free_ports
 pytestmark = pytest.mark.triton
 
 
-def test_one_file_from_model_to_answer_and_back(tmp_path: Path) -> None:
-    home, file = tmp_path / "home", tmp_path / "setup.yaml"
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One store: the second test serves the repository that the first has made."""
+    return tmp_path_factory.mktemp("home")
+
+
+def test_one_file_from_model_to_answer_and_back(home: Path, tmp_path: Path) -> None:
+    file = tmp_path / "setup.yaml"
     http_port, grpc_port, metrics_port = free_ports("127.0.0.1", 3)
     text = (
         "models:\n  demo:\n    source: demo\n    runtime: openvino\n    max_batch_size: 4\n"
@@ -53,8 +59,8 @@ def test_one_file_from_model_to_answer_and_back(tmp_path: Path) -> None:
     assert trtserve("down", str(file), home=home).stdout == ""
 
 
-def test_a_search_measures_real_servers_and_leaves_none(tmp_path: Path) -> None:
-    home, file = tmp_path / "home", tmp_path / "setup.yaml"
+def test_a_search_measures_real_servers_and_leaves_none(home: Path, tmp_path: Path) -> None:
+    file = tmp_path / "setup.yaml"
     file.write_text(
         "models:\n  demo:\n    source: demo\n    runtime: openvino\n    max_batch_size: 4\n"
         "servers:\n  front:\n    model: demo\n    auto_ports: true\n"
