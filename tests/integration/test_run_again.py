@@ -20,12 +20,13 @@ def test_it():
 """
 
 
-ARGUMENTS = ["-q", "-p", "no:xdist"]
+ARGUMENTS = ["-q"]
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # most of the time of a start
     return tmp_path
 
 
