@@ -23,6 +23,7 @@ from tests.support.waiting import wait_until
 from trtserve.client.metrics import parse
 from trtserve.client.request import RequestContext
 from trtserve.client.tensors import Reply
+from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import RequestError
 from trtserve.executor.engine.guide_trial import grammar_of
 from trtserve.executor.engine.requests import GuideType
@@ -135,6 +136,14 @@ def test_stop_ids_and_bias_reach_the_engine(client: TestClient, triton: Scripted
     (sent,) = triton.requests
     assert sent["stop_words_list"] == [7, 9, 1, 2]
     assert (sent["embedding_bias"][5], sent["embedding_bias"][6], sum(sent["embedding_bias"])) == (-100, 2.5, -97.5)
+
+
+def test_bad_words_reach_the_engine_in_all_spellings(client: TestClient, triton: ScriptedTriton, folder: Path) -> None:
+    assert complete(client, bad_words=["lo"]).status_code == 200
+    spelled = TokenizerFiles(folder).encode("lo", special=False)
+    assert triton.requests[0]["bad_words_list"][: len(spelled)] == spelled
+    assert complete(client, bad_words=[]).status_code == 200
+    assert "bad_words_list" not in triton.requests[1]
 
 
 @pytest.mark.parametrize("ask", [complete, chat])
@@ -727,8 +736,9 @@ def test_a_repository_that_does_not_stream(folder: Path) -> None:
 def test_a_model_that_takes_text(folder: Path) -> None:
     triton = ScriptedTriton(folder, text=True)
     with endpoint_of(triton) as client:
-        answer = chat(client, stop="lo").json()
+        answer = chat(client, stop="lo", bad_words=["x", "y"]).json()
         assert answer["choices"][0]["message"]["content"] == "Hel"
+        assert triton.requests[0]["bad_words"] == ["x", "y"]
         assert answer["usage"]["prompt_tokens"] == len("[user]Hi>") + 1
         assert error(complete(client, logit_bias={"5": 1}))[2] == "logit_bias"
     assert (triton.requests[0]["text_input"], triton.requests[0]["stop_words"]) == (["[user]Hi>"], ["lo"])

@@ -48,6 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"prompt": ["a"] * 21, "n": 100}, 400, "must be at most 2048", None),
         ({"stop": ["a"] * 65}, 400, "at most 64 stop strings", "stop"),
         ({"stop": ["b", "a" * 1025]}, 400, "has 1025 characters; at most 1024 are allowed", "stop"),
+        ({"bad_words": [""]}, 400, "a bad word must not be empty", "bad_words"),
         ({"stop_token_ids": [*range(1025)]}, 400, "at most 1024 items", "stop_token_ids"),
         ({"logit_bias": {"1" * 5000: 1}}, 400, "not a token id", "logit_bias"),
         ({"logit_bias": {"²": 1}}, 400, "not a token id", "logit_bias"),

@@ -162,6 +162,7 @@ class Sampling(Body):
     min_p: float | None = Field(None, ge=0, le=1)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     repetition_penalty: float | None = Field(None, ge=1e-9, le=1e9)
+    bad_words: Listed[str] = Field(default_factory=list)
     stop_token_ids: Listed[TokenId] = Field(default_factory=list, max_length=_MOST_STOP_IDS)
     ignore_eos: bool = False
     return_token_ids: bool = False
@@ -182,14 +183,15 @@ class Sampling(Body):
     def _no_number(cls, value: Any) -> Any:
         return None if value is False else value
 
-    @field_validator("stop")
+    @field_validator("stop", "bad_words")
     @classmethod
-    def _not_empty(cls, value: str | list[str] | None) -> str | list[str] | None:
-        stops = [value] if isinstance(value, str) else value or []
-        if not all(stops):
-            raise ValueError("a stop string must not be empty")
-        if (longest := max(map(len, stops), default=0)) > _LONGEST_STOP:
-            raise ValueError(f"a stop string has {longest} characters; at most {_LONGEST_STOP} are allowed")
+    def _not_empty(cls, value: str | list[str] | None, info: ValidationInfo) -> str | list[str] | None:
+        texts = [value] if isinstance(value, str) else value or []
+        what = "a bad word" if info.field_name == "bad_words" else "a stop string"
+        if not all(texts):
+            raise ValueError(f"{what} must not be empty")
+        if (longest := max(map(len, texts), default=0)) > _LONGEST_STOP:
+            raise ValueError(f"{what} has {longest} characters; at most {_LONGEST_STOP} are allowed")
         return value
 
     @field_validator("logit_bias")

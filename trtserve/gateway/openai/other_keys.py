@@ -38,7 +38,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
     "allowed_token_ids": ([],),
     "audio": ({},),
-    "bad_words": ([],),
     "best_of": (1,),
     "chat_template": ("",),
     "continue_final_message": (False,),

@@ -115,8 +115,8 @@ async def engine_requests(
     if in_json:
         tensors |= _in_json(context, tensors, _vllm_words(body, untrained=prompt.untrained))
     else:
-        stops = await _stop_tensors(served, context, body)
-        tensors |= {**stops, **_bias(served, context, body), **_guide(context, body, untrained=prompt.untrained)}
+        words = {**await _stop_tensors(served, context, body), **await _bad_tensors(served, context, body)}
+        tensors |= {**words, **_bias(served, context, body), **_guide(context, body, untrained=prompt.untrained)}
     if body.min_p and not in_json:
         if not served.model.has("min_p"):
             raise ApiError("min_p is not supported: the model's repository has no such input.", param="min_p")
@@ -173,6 +173,7 @@ def _vllm_words(body: Sampling, *, untrained: bool) -> dict[str, Any]:
     """Return the keys of the body that `trtserve query` does not have as options, or has as others."""
     words = {
         "stop": list(body.stops),
+        "bad_words": list(body.bad_words),
         "stop_token_ids": list(body.stop_token_ids),
         "logit_bias": dict(body.logit_bias or {}),
         "min_p": body.min_p,
@@ -266,13 +267,23 @@ async def _stop_tensors(served: ServedModel, context: RequestContext, body: Samp
     return {"stop_words_list": context.model.tensor("stop_words_list", table[0])}
 
 
-async def _spelled(served: ServedModel, stops: Sequence[str]) -> dict[str, list[list[int]]]:
-    """Return the spellings of stop strings."""
+async def _bad_tensors(served: ServedModel, context: RequestContext, body: Sampling) -> dict[str, Tensor]:
+    if not body.bad_words:
+        return {}
+    if not served.takes_ids:
+        return context.list_input(body.bad_words, "bad_words")
+    spelled = await _spelled(served, body.bad_words)
+    return {
+        "bad_words_list": context.model.tensor("bad_words_list", word_list([list(spelled)], spelled.__getitem__)[0])
+    }
+
+
+async def _spelled(served: ServedModel, words: Sequence[str]) -> dict[str, list[list[int]]]:
     assert served.encoder is not None
 
     def spell(encode: Encode) -> dict[str, list[list[int]]]:
         spellings = Spellings(encode)
-        return {stop: spellings.of(stop) for stop in stops}
+        return {word: spellings.of(word) for word in words}
 
     return await served.encoder.run(spell)
 
