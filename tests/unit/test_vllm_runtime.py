@@ -31,7 +31,7 @@ from trtserve.executor.engine.limits import (
 from trtserve.executor.engine.requests import AdapterSource, GenerationRequest, PromptTable
 from trtserve.executor.engine.sampling import SamplingParameters
 from trtserve.executor.vllm import engine_side, installation
-from trtserve.executor.vllm.adapter import PeftAdapters, vllm_request
+from trtserve.executor.vllm.adapter import vllm_request
 from trtserve.executor.vllm.arguments import engine_arguments, gpu_memory_utilization, kv_per_token, shape_of
 from trtserve.executor.vllm.engine import child_environment
 from trtserve.executor.vllm.installation import VllmInstallation, any_release, offer_of
@@ -293,7 +293,7 @@ def test_only_a_seed_that_was_given_makes_vllm_draw_with_one() -> None:
     def words(**given: Any) -> dict[str, Any]:
         sampling = SamplingParameters(**given)
         asked = GenerationRequest(tokens=[1], max_tokens=4, sampling=sampling, num_sequences=3, top_log_probs=2)
-        found: dict[str, Any] = vllm_request(asked, limits, PeftAdapters({}), hidden_size=8, guides=False)["sampling"]
+        found: dict[str, Any] = vllm_request(asked, limits, {}, hidden_size=8, guides=False)["sampling"]
         return found
 
     assert words(greedy=False, seed=7, top_k=5)["seed"] == 7
@@ -317,7 +317,7 @@ def test_a_prompt_table_and_the_prompts_log_probs_reach_vllm() -> None:
             return_log_probs=True,
             prompt_log_probs=True,
         )
-        return vllm_request(request, limits, PeftAdapters({}), hidden_size=8, guides=False)
+        return vllm_request(request, limits, {}, hidden_size=8, guides=False)
 
     found = asked(limits, 2, 101)
     assert found["table"][:2] == [100, 8]
@@ -336,7 +336,7 @@ def test_lora_weights_of_a_request_are_refused_by_name() -> None:
     adapter = AdapterSource(1, np.zeros((1, 1)), np.zeros((1, 1)))
     request = GenerationRequest(tokens=[1], max_tokens=4, sampling=SamplingParameters(), adapter=adapter)
     with pytest.raises(RuntimeError, match="lora_weights are not supported by the vllm runtime, which loads adapters"):
-        vllm_request(request, limits, PeftAdapters({}), hidden_size=8, guides=False)
+        vllm_request(request, limits, {}, hidden_size=8, guides=False)
 
 
 def test_images_go_to_models_that_read_them() -> None:
@@ -350,7 +350,7 @@ def test_images_go_to_models_that_read_them() -> None:
     assert engine_arguments(config, options, Path("model"), adapters=0)["skip_tokenizer_init"] is False
     limits = resolve_limits(config, options)
     request = GenerationRequest(tokens=[1], max_tokens=4, sampling=SamplingParameters(), images=(b"GIF89a",))
-    assert vllm_request(request, limits, PeftAdapters({}), hidden_size=8, guides=False)["images"] == [b"GIF89a"]
+    assert vllm_request(request, limits, {}, hidden_size=8, guides=False)["images"] == [b"GIF89a"]
     with pytest.raises(RuntimeError, match="images need the vllm runtime"):
         check_outputs(request, limits, generation_logits=False)
 

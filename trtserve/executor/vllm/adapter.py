@@ -21,6 +21,7 @@ from trtserve.executor.engine.admission import (
 from trtserve.executor.engine.limits import EngineLimits
 from trtserve.executor.engine.outputs import ended_response, next_responses
 from trtserve.executor.engine.requests import (
+    AdapterSource,
     BlockUse,
     FinishReason,
     GenerationRequest,
@@ -60,34 +61,12 @@ _PRIORITIES = 1000
 _MOST_SEED = 2**63
 
 
-class PeftAdapters:
-    """The adapters of a repository: task id → number, name and folder as vLLM wants them."""
-
-    def __init__(self, folders: Mapping[int, str]) -> None:
-        self._known = {
-            task: (f"adapter-{task}", number, folder) for number, (task, folder) in enumerate(folders.items(), 1)
-        }
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def all(self) -> list[tuple[str, int, str]]:
-        """Return the arguments of all LoRARequests."""
-        return list(self._known.values())
-
-    def find(self, task: int) -> tuple[str, int, str]:
-        """Return the arguments of a LoRARequest. Raises RuntimeError for an unknown task id."""
-        if task not in self._known:
-            known = ", ".join(map(str, self._known)) or "none"
-            raise RuntimeError(
-                f"lora_task_id {task} is not an adapter of this repository (it has {known}); the vllm runtime loads "
-                "adapters from the repository only: make it with --lora NAME=FOLDER"
-            )
-        return self._known[task]
+Adapters = Mapping[int, tuple[str, int, str]]
+"""The adapters of a repository: task id → the arguments of vLLM's LoRARequest, which are a name, a number, a folder."""
 
 
 def vllm_request(
-    request: GenerationRequest, limits: EngineLimits, adapters: PeftAdapters, *, hidden_size: int, guides: bool
+    request: GenerationRequest, limits: EngineLimits, adapters: Adapters, *, hidden_size: int, guides: bool
 ) -> dict[str, Any]:
     """Return the request for the engine side. Raises RuntimeError for what vLLM cannot do, by name."""
     if request.problem is not None:
@@ -114,18 +93,28 @@ def vllm_request(
     if request.cache_salt is not None:
         found["salt"] = str(request.cache_salt)
     if request.adapter is not None:
-        if request.adapter.weights is not None:
-            raise RuntimeError(
-                "lora_weights are not supported by the vllm runtime, which loads adapters from the repository: make "
-                f"it with --lora NAME=FOLDER; with weights in requests {_ELSEWHERE}"
-            )
-        found["lora"] = adapters.find(request.adapter.task_id)
+        found["lora"] = _adapter(request.adapter, adapters)
     if request.guide is not None:
         if not guides:
             raise RuntimeError("Guided decoding needs the parameter guided_decoding_backend and a tokenizer")
         kind = request.guide.kind
         found["guide"] = {"json_object": True} if kind is GuideType.JSON else {_GUIDES[kind]: request.guide.text}
     return found
+
+
+def _adapter(asked: AdapterSource, adapters: Adapters) -> tuple[str, int, str]:
+    if asked.weights is not None:
+        raise RuntimeError(
+            "lora_weights are not supported by the vllm runtime, which loads adapters from the repository: make it "
+            f"with --lora NAME=FOLDER; with weights in requests {_ELSEWHERE}"
+        )
+    if asked.task_id not in adapters:
+        known = ", ".join(map(str, adapters)) or "none"
+        raise RuntimeError(
+            f"lora_task_id {asked.task_id} is not an adapter of this repository (it has {known}); the vllm runtime "
+            "loads adapters from the repository only: make it with --lora NAME=FOLDER"
+        )
+    return adapters[asked.task_id]
 
 
 def _refuse_unsupported(request: GenerationRequest) -> None:
@@ -217,22 +206,22 @@ class OpenRequest:
             exclude_input=request.exclude_input,
             client_id=request.client_id,
         )
-        self._open = {index: self._sibling(first, index) for index in range(request.num_sequences)}
+        self._open = {
+            index: replace(
+                first,
+                index=index,
+                metrics=RequestMetrics(arrival=first.arrival, first_scheduled=first.arrival)
+                if request.return_metrics
+                else None,
+                log_probs=[] if request.return_log_probs else None,
+                generated=[],
+                use=BlockUse(),
+            )
+            for index in range(request.num_sequences)
+        }
         self._tops: dict[int, list[list[tuple[int, float]]]] = {index: [] for index in self._open}
         self._tokens_per_block = tokens_per_block
         self._prompt: PromptLogProbs | None = None
-
-    def _sibling(self, first: Sequence, index: int) -> Sequence:
-        request = self.request
-        metrics = RequestMetrics(arrival=first.arrival, first_scheduled=first.arrival)
-        return replace(
-            first,
-            index=index,
-            metrics=metrics if request.return_metrics else None,
-            log_probs=[] if request.return_log_probs else None,
-            generated=[],
-            use=BlockUse(),
-        )
 
     @property
     def ended(self) -> bool:

@@ -27,7 +27,7 @@ from trtserve.executor.engine.outputs import Mailbox
 from trtserve.executor.engine.recorder import DraftCounts, IterationRecord, RequestsRecord
 from trtserve.executor.engine.requests import BlockUse, FinishReason, GenerationRequest, RequestOutput
 from trtserve.executor.loaders import read_engine_config
-from trtserve.executor.vllm.adapter import OpenRequest, PeftAdapters, VllmOutput, vllm_request
+from trtserve.executor.vllm.adapter import Adapters, OpenRequest, VllmOutput, vllm_request
 from trtserve.executor.vllm.arguments import (
     ADAPTER_FOLDER,
     ADAPTERS_FILE,
@@ -66,7 +66,10 @@ def load_model(engine: Path, options: EngineOptions) -> VllmEngine:
     own = engine / ADAPTER_FOLDER
     table = own / ADAPTERS_FILE
     folders = json.loads(table.read_text(encoding="utf-8")) if table.is_file() else {}
-    adapters = PeftAdapters({int(task): str(own / folder) for task, folder in folders.items()})
+    adapters = {
+        int(task): (f"adapter-{task}", number, str(own / folder))
+        for number, (task, folder) in enumerate(folders.items(), 1)
+    }
     arguments = engine_arguments(config, options, engine / MODEL_FOLDER, adapters=len(adapters))
     logger.info("Starting vLLM %s: %s", installation.version, json.dumps(arguments))
     place = None
@@ -213,7 +216,7 @@ class VllmEngine(VllmProcess):
         arguments: Mapping[str, Any],
         limits: EngineLimits,
         options: EngineOptions,
-        adapters: PeftAdapters,
+        adapters: Adapters,
         *,
         followers: tuple[str, int, int] | None = None,
     ) -> None:
@@ -223,7 +226,7 @@ class VllmEngine(VllmProcess):
         self._joins = arguments.get("stream_interval", 1) > 1
         self._max_queue_size = options.max_queue_size
         self._deadlines: dict[int, float] = {}
-        super().__init__(python, arguments, adapters.all(), followers=followers)
+        super().__init__(python, arguments, [*adapters.values()], followers=followers)
         facts = self.facts
         self.limits = replace(
             limits,

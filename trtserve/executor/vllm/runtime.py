@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 from trtserve.artifacts.engine_config import EngineConfig
@@ -15,6 +15,7 @@ from trtserve.executor.vllm.installation import VllmInstallation, find_installat
 from trtserve.nvidia.releases import LAST_WITH_ENGINES
 from trtserve.specs import BuildSpec, ConvertSpec
 from trtserve.specs.build import Device, DeviceName
+from trtserve.specs.command_line import given_values
 from trtserve.specs.options import put_setting, setting_value
 from trtserve.specs.runtime import CPU_LIMITS, GPU_LIMITS, EngineNeeds, Runtime, resolve_limits
 
@@ -88,8 +89,12 @@ def vllm_engine_config(
     that the model makes vectors or scores. Raises UsageError for options and arguments that vLLM does not have, and
     UnsupportedModelError for an architecture.
     """
-    for spec, known in ((convert, _CONVERT), (build, _BUILD)):
-        _require_defaults(spec, known)
+    for given, known in ((given_values(convert), _CONVERT), (given_values(build), _BUILD)):
+        if unknown := sorted(given.keys() - {*known}):
+            raise UsageError(
+                f"--{unknown[0].replace('_', '-')} has no meaning with --runtime vllm: nothing is converted or built.",
+                hint="Arguments of vLLM's engine are given with --set, such as --set kv_cache_dtype=fp8.",
+            )
     arguments = _arguments(convert, build, settings)
     installation.require_arguments(arguments)
     if "model_impl" not in arguments:
@@ -136,16 +141,6 @@ def _reads_images(hf: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
     limits = arguments.get("limit_mm_per_prompt")
     off = bool(arguments.get("language_model_only")) or (isinstance(limits, dict) and limits.get("image") == 0)
     return not off and any(key in each for each in (hf, hf.get("thinker_config") or {}) for key in _VISION)
-
-
-def _require_defaults(spec: BuildSpec | ConvertSpec, known: tuple[str, ...]) -> None:
-    default = type(spec)()
-    for field in fields(spec):
-        if field.name not in known and getattr(spec, field.name) != getattr(default, field.name):
-            raise UsageError(
-                f"--{field.name.replace('_', '-')} has no meaning with --runtime vllm: nothing is converted or built.",
-                hint="Arguments of vLLM's engine are given with --set, such as --set kv_cache_dtype=fp8.",
-            )
 
 
 def _arguments(convert: ConvertSpec, build: BuildSpec, settings: Mapping[str, str]) -> dict[str, Any]:
