@@ -34,6 +34,15 @@ E1120 12:14:55.994432 7101 model_repository_manager.cc:1460] "Poll failed for mo
 SOCKET = """
 E1120 12:17:16.145471 9428 main.cc:245] "failed to start GRPC service: Unavailable - Socket '127.0.0.1:18101' already in use "
 """  # noqa: E501 - as Triton writes it
+# As vLLM 0.32 and Triton write them; the worker knows the cause.
+VLLM = """
+(Worker pid=12) ERROR 11-30 10:19:35 [multiproc_executor.py:873] WorkerProc failed to start.
+(Worker pid=12) ERROR 11-30 10:19:35 [multiproc_executor.py:873]     raise OutOfMemoryError(
+(Worker pid=12) ERROR 11-30 10:19:35 [multiproc_executor.py:873] torch.OutOfMemoryError: CUDA out of memory.
+(EngineCore pid=11) ERROR 11-30 10:19:35 [core.py:1510] Exception: WorkerProc initialization failed.
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+E1130 10:19:46.337897 164 model_lifecycle.cc:642] "failed to load 'tensorrt_llm' version 1: Internal: TritonModelException: vLLM does not start: RuntimeError: Engine core initialization failed"
+"""  # noqa: E501 - as Triton writes it
 # As mpirun of Open MPI 5.0 prints them; 4.1 has no blank after the tag.
 RANKS = """\
 [1,0]<stderr>: I1120 12:00:00.000001 10 server.cc:1] "loading"
@@ -60,6 +69,11 @@ def test_broken_configuration_carries_the_parser_message() -> None:
     (failure,) = server_log.failures(POLL)
     assert failure.model == "ident"
     assert "6:27: Expected integer, got: $" in failure.message
+
+
+def test_a_vllm_that_does_not_start_carries_the_first_error_of_its_processes() -> None:
+    (failure,) = server_log.failures(VLLM)
+    assert failure.message.endswith("Engine core initialization failed (torch.OutOfMemoryError: CUDA out of memory.)")
 
 
 def test_port_in_use() -> None:

@@ -230,9 +230,10 @@ def test_a_model_with_a_vector_for_each_token_is_refused() -> None:
             "EngineCore encountered an issue. See stack trace (above) for the root cause.",
             "EngineCore encountered an issue",
         ),
+        ("It failed. See root cause above. Failed core proc(s): {}", "It failed"),
         ("", "ValueError"),
     ],
-    ids=["xgrammar", "pydantic", "dead engine", "nothing"],
+    ids=["xgrammar", "pydantic", "dead engine", "no engine", "nothing"],
 )
 def test_vllms_reasons_have_nothing_that_only_its_makers_can_use(said: str, wanted: str) -> None:
     assert engine_side._reason(ValueError(said)) == wanted

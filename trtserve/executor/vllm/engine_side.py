@@ -38,10 +38,10 @@ _BEAT = 1.0
 # A process may be stopped for this many beats, as by a program that looks at it.
 _MOMENT = 2
 _LENGTH = struct.Struct("<I")
-# In vLLM's errors: a time and a place in C++, by xgrammar; what pydantic adds; where a log has more.
+# In vLLM's errors: a time and a place in C++, by xgrammar; what pydantic adds; "above", where the log has more.
 _NOISE = re.compile(
     r"\[[\d:]+\] \S+:\d+: |\s*\[type=\w+, input_value=.*\]|\s*For further information visit \S+"
-    r"|\. See stack trace \(above\) for the root cause\.$"
+    r"|\. See (?:stack trace \(above\) for the root cause\.$|root cause above\..*)"
 )
 _LAST_SECONDS = 8.0  # after the end of the input vLLM has this many seconds to end its processes
 # Of several nodes: how long a follower looks for its leader, and goes on without it after it was asked to end.
@@ -450,7 +450,7 @@ def _prompt(request: dict[str, Any], model: Any) -> dict[str, Any]:
     for place, token in enumerate(ids):
         if token >= vocabulary:
             embeds[place] = table[token - vocabulary]
-    tokens = [token if is_known else 0 for token, is_known in zip(ids, known)]  # noqa: B905 - Python 3.9 too
+    tokens = [token if is_known else 0 for token, is_known in zip(ids, known, strict=True)]
     return {"prompt_embeds": embeds, "prompt_token_ids": tokens, "prompt_is_token_ids": known}
 
 
@@ -507,7 +507,7 @@ def _output(answer: Any, tops: int, *, counts: bool) -> dict[str, Any]:
     if (times := getattr(answer, "metrics", None)) is not None:
         found["times"] = [times.scheduled_ts, times.first_token_ts, times.last_token_ts]
     if getattr(answer, "prompt_logprobs", None):
-        rows = list(zip(answer.prompt_token_ids, answer.prompt_logprobs))[1:]  # noqa: B905 - the first has none
+        rows = list(zip(answer.prompt_token_ids, answer.prompt_logprobs, strict=True))[1:]  # the first has none
         found["prompt"] = [[row[token].logprob for token, row in rows], [_best(row, tops) for _, row in rows]]
     return found
 
@@ -540,7 +540,7 @@ def _sequence(output: Any, tops: int) -> dict[str, Any]:
     tokens = list(output.token_ids)
     found = {"index": output.index, "tokens": tokens, "reason": output.finish_reason}
     if output.logprobs is not None:
-        found["log_probs"] = [each[token].logprob for token, each in zip(tokens, output.logprobs)]  # noqa: B905
+        found["log_probs"] = [each[token].logprob for token, each in zip(tokens, output.logprobs, strict=False)]
         if tops:
             found["tops"] = [_best(each, tops) for each in output.logprobs]
     return found

@@ -25,7 +25,11 @@ _LEVELS = {"I": "info", "W": "warning", "E": "error", "F": "error"}
 _LOAD_FAILED = re.compile(r"failed to load '([^']+)' version \d+: (.*)$")
 _POLL_FAILED = re.compile(r"Poll failed for model directory '([^']+)': (.*)$")
 _STUB_FAILED = re.compile(r"Failed to preinitialize Python stub: (.*)$")
-_PROTO_ERROR = re.compile(r"Error parsing text-format inference\.ModelConfig: (.*)$")
+# Words of a failure → the line with its cause, which another part of the server has written before.
+_CAUSES = {
+    "text proto": re.compile(r"Error parsing text-format inference\.ModelConfig: (.*)$"),
+    "Engine core initialization failed": re.compile(r"^\((?:EngineCore|Worker)[^)]*\) ERROR [^\]]*\] ([\w.]+: .+)$"),
+}
 _SOCKET = re.compile(r"failed to start \w+ service: (.*)$")
 _USAGE = re.compile(r"^\S*tritonserver: (.*)$")
 _LOADING = re.compile(r"\bloading: ([^:\"]+):\d+")
@@ -60,12 +64,13 @@ def failures(text: str) -> list[LoadFailure]:
     """Return why models failed to load, in the order of the log; else the log's other error lines."""
     lines = significant(text)
     found = [failure for line in lines if (failure := _failure(line)) is not None]
-    proto = [match[1] for line in lines if (match := _PROTO_ERROR.search(line)) is not None]
-    if proto:
-        found = [
-            replace(failure, message=f"{failure.message} ({proto[0]})") if "text proto" in failure.message else failure
-            for failure in found
-        ]
+    for words, pattern in _CAUSES.items():
+        cause = next((match[1] for line in lines if (match := pattern.search(line)) is not None), None)
+        if cause is not None:
+            found = [
+                replace(failure, message=f"{failure.message} ({cause})") if words in failure.message else failure
+                for failure in found
+            ]
     if not found:
         found = [LoadFailure(model=None, message=plain(line)) for line in lines if _ERROR_LINE.match(line)]
     return list(dict.fromkeys(found))
