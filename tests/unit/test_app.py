@@ -319,6 +319,23 @@ def test_no_line_of_help_is_wider_than_a_terminal(
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
+def test_headings_and_names_of_help_have_a_style_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "")
+    assert run(["stop", "-h"]) == 0
+    piped = capsys.readouterr().out
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert run(["stop", "-h"]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b[1mOptions:\x1b[0m\n  \x1b[36m--all\x1b[0m      " in shown
+    assert re.sub(r"\x1b\[\d+m", "", shown) == piped
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert run(["stop", "-h"]) == 0
+    assert capsys.readouterr().out == piped
+
+
 def test_a_page_fits_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert run(["help", "how-to/chat.md"]) == 0

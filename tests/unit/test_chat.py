@@ -176,6 +176,17 @@ def test_a_system_message_that_the_model_has_no_place_for_is_refused_at_once(
     assert len(model.asked) == 1
 
 
+@pytest.mark.parametrize("command", ["/reset", "/clear"])
+def test_a_conversation_begins_anew(
+    command: str, model: ScriptedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model.answers = [["one"], ["two"]]
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"First\n{command}\nSecond\n"))
+    assert run(["chat", "--url", "gpu-box:8001"]) == 0
+    assert "begins anew" in capsys.readouterr().err
+    assert [(asked.prompts, len(asked.history)) for asked in model.asked] == [(("First",), 0), (("Second",), 0)]
+
+
 @pytest.mark.parametrize("typed", ["", "/bye\n"])
 def test_a_dead_server_is_an_error_without_a_question_too(
     typed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -297,6 +297,9 @@ def test_a_path_stays_whole_on_a_terminal() -> None:
     ]
     short = replace(finding, evidence="/bin/tritonserver")
     assert _lines(short, 15, 79).plain == "  ok        tritonserver   /bin/tritonserver"
+    missing = broken("docker", "none", "Install it.", needed_by=NONE)
+    assert "→ Install it." in _lines(missing, 15, 79).plain
+    assert "Install it." not in _lines(missing.judged("llmapi"), 15, 79).plain, "nothing has to be done"
 
 
 @pytest.fixture

@@ -286,3 +286,13 @@ def test_a_stream_is_wrapped_between_words(monkeypatch: pytest.MonkeyPatch, caps
     assert lines[:3] == ["one two three four", "five", "six seven 日本語日"]
     assert [line.strip() for line in lines if "x" not in line or "six" in line][-3:] == ["本語日本語 eight", "", "nine"]
     assert max(map(cell_len, lines)) == 25, "a word stays whole"
+
+
+def test_a_stopped_server_is_a_sentence_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output.print_stopped(["a", "b"])
+    assert capsys.readouterr().out == "a\nb\n"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    output.print_stopped(["a", "b"])
+    assert capsys.readouterr().out == "a is stopped.\nb is stopped.\n"

@@ -71,6 +71,9 @@ def test_a_row_is_a_line_where_the_table_has_room_without_its_rules(
     print_table(("alias", "size", "licence", "fits here"), [row, row])
     lines = [Text.from_ansi(line).plain.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[-2:] == [" ".join(row).split()] * 2
+    monkeypatch.setenv("COLUMNS", "64")
+    print_table(("alias", "size", "licence", "fits here"), [row, row])
+    assert capsys.readouterr().out.splitlines()[-1] == "  ".join(row), "two blanks where there is room"
 
 
 @pytest.mark.parametrize(

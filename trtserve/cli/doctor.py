@@ -129,9 +129,10 @@ def _print(examination: Examination) -> None:
         for finding in findings:
             console.print(_lines(finding, names, max(_LEAST_WIDTH, console.width - 1)))
     works = ("works here", "bold green") if examination.works else ("cannot work here", "bold red")
+    console.print()
     if any(finding.state == "unneeded" and finding.fix for finding in examination.findings):
-        console.print(Text("\nTo get what is unneeded: trtserve doctor --json says how.", style="dim"))
-    console.print(Text.assemble("\nRuntime ", (examination.runtime, "bold"), f" ({examination.reason}) ", works, "."))
+        console.print(Text("What is unneeded: `trtserve doctor --json` says how to get it.", style="dim"))
+    console.print(Text.assemble("Runtime ", (examination.runtime, "bold"), f" ({examination.reason}) ", works, "."))
 
 
 def _lines(finding: CheckResult, names: int, width: int) -> Text:

@@ -130,6 +130,11 @@ class StreamedText:
             self._column = 0 if blank == "\n" else self._column + 1
 
 
+def print_stopped(names: Sequence[str]) -> None:
+    """Write the names of servers that were stopped to stdout; on a terminal as a sentence each."""
+    print_data("\n".join(f"{name} is stopped." if sys.stdout.isatty() else name for name in names))
+
+
 def cut(text: str) -> str:
     """Return a text for people without the ends of words that are longer than any: values of a stranger's file."""
     return _LONG.sub(lambda found: f"{found[0][:200]}… ({len(found[0])} characters)", text)
@@ -243,7 +248,11 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, tit
         blocks = ([f"{name:<{longest}}  {cell}" for name, cell in zip(columns, row, strict=True)] for row in rows)
         print_block("\n\n".join("\n".join(block) for block in blocks))
         return
-    table = Table(title=title) if lines else Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+    if lines:
+        table = Table(title=title)
+    else:
+        gap = sum(widths) + 2 * (len(widths) - 1) <= room  # two blanks between columns, where there is room
+        table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, int(gap), 0, 0), pad_edge=False)
     for column, width in zip(columns, widths, strict=True):
         # Fold instead of cutting: half a path or version is useless.
         table.add_column(column, overflow="fold", width=width)

@@ -328,7 +328,7 @@ def _write_help(node: Any, context: Any, formatter: Any) -> None:
     with formatter.indentation():
         formatter.write_text(description)
     if examples:
-        with formatter.section("Examples"):
+        with _section(formatter, "Examples"):
             formatter.write("".join(f"  {line}\n" for line in examples))
     context.meta[_SHORT] = _HELP not in context.meta
     sections, more = help_sections(node, context), []
@@ -343,10 +343,10 @@ def _write_help(node: Any, context: Any, formatter: Any) -> None:
         more = [(title, records) for title, records in sections if title not in (*_COMMON, "Commands")]
     for title, records in sections:
         if (title, records) not in more:
-            with formatter.section(f"{title} of {default.name}" if default and title == "Options" else title):
+            with _section(formatter, f"{title} of {default.name}" if default and title == "Options" else title):
                 _write_columns(formatter, records)
     if more:
-        with formatter.section(f"More options (`{context.command_path} --help-all`, or `--help WORDS`)"):
+        with _section(formatter, f"More options (`{context.command_path} --help-all`, or `--help WORDS`)"):
             _write_columns(formatter, [(title, _named_options(records)) for title, records in more])
     node.format_epilog(context, formatter)
 
@@ -355,7 +355,7 @@ def _write_brief(sections: Sequence[tuple[str, Sequence[tuple[str, str]]]], cont
     """Write the first heading with a line for each command, and only the names of the others."""
     (title, records), *others = sections
     room = formatter.width - max(len(name) for name, _ in records) - 4
-    with formatter.section(title):
+    with _section(formatter, title):
         texts = [textwrap.shorten(re.split("[;:]", text)[0].rstrip("."), room, placeholder=" …") for _, text in records]
         _write_columns(formatter, [(name, text) for (name, _), text in zip(records, texts, strict=True)])
     names = [name for other, rows in others if other not in _COMMON for name, _ in rows]
@@ -414,13 +414,15 @@ def _write_matches(node: Any, context: Any, formatter: Any, asked: str) -> None:
         found = {"exit codes": found.pop("exit codes", []), **_told_of(documented.answer.text, found, parts)}
         named = dict.fromkeys(_commands_named(node, asked)) if whole else {}
         heading, text = documented.answer.heading, plain(documented.answer.text)
-        for line in (*_lines(heading, formatter.width), *_lines(text, formatter.width - 2, indent="  ")):
+        for line in _lines(heading, formatter.width):
+            formatter.write(f"{_styled(line, '1')}\n")
+        for line in _lines(text, formatter.width - 2, indent="  "):
             formatter.write(f"{line}\n")
         question = False
     found = {"commands": list(named), **(pages | found if question else found | pages)}
     for title, rows in found.items():
         if rows:
-            with formatter.section(title):
+            with _section(formatter, title):
                 _write_columns(formatter, rows)
     if not any(found.values()) and not whole and about(parts).pages:  # the first word was not meant as a command
         root = context.find_root()
@@ -536,6 +538,21 @@ def help_sections(node: Any, context: Any, *, commands: bool = True) -> list[tup
     return [*sections.items(), *_parameters(node, context)]
 
 
+@contextmanager
+def _section(formatter: Any, title: str) -> Iterator[None]:
+    """Write a heading, which is bold on a terminal, and indent what follows."""
+    formatter.write_paragraph()
+    formatter.write(f"{_styled(f'{title}:', '1')}\n")
+    with formatter.indentation():
+        yield
+
+
+def _styled(text: str, style: str) -> str:
+    """Return a text in a style of terminals (bold is 1, cyan 36), where stdout is one that shows it."""
+    plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return text if plain else f"\x1b[{style}m{text}\x1b[0m"
+
+
 def _write_columns(formatter: Any, rows: Sequence[tuple[str, str]]) -> None:
     """Names on the left, texts on the right; unlike Typer's own columns no word is cut at a hyphen."""
     column = min(max(len(name) for name, _ in rows), _WIDEST_NAME) + 4
@@ -543,7 +560,8 @@ def _write_columns(formatter: Any, rows: Sequence[tuple[str, str]]) -> None:
         lines = _lines(text, max(20, formatter.width - column))
         below = lines if len(name) + 4 > column else lines[1:]
         beside = "" if below is lines else "".join(lines[:1])
-        formatter.write(f"  {name}".ljust(column) + beside + "\n" if beside else f"  {name}\n")
+        gap = " " * (column - len(name) - 2)
+        formatter.write(f"  {_styled(name, '36')}{gap + beside if beside else ''}\n")
         formatter.write("".join(f"{' ' * column}{line}\n" for line in below))
 
 

@@ -18,6 +18,7 @@ from trtserve.cli.output import (
     print_data,
     print_json,
     print_stages,
+    print_stopped,
     say,
 )
 from trtserve.errors import MissedLimitError, UsageError
@@ -214,7 +215,7 @@ def down(
     if json:
         print_json("down", {"stopped": stopped})
     elif stopped:
-        print_data("\n".join(stopped))
+        print_stopped(stopped)
     else:
         progress.step("No server of the file is running.")
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from trtserve.cli.options import JsonOption, QuietOption, ServerArgument, ServerOption, one_name, servers
-from trtserve.cli.output import TerminalProgress, print_data, print_json, print_table
+from trtserve.cli.output import TerminalProgress, print_data, print_json, print_stopped, print_table
 from trtserve.errors import ServerDiedError, ServerNotFoundError, ServerNotReadyError, UsageError, counted
 from trtserve.server.triton.server_log import described, is_noise, significant, summary, tail
 
@@ -295,6 +295,6 @@ def stop(
     if json:
         print_json("stop", {"stopped": stopped})
     elif stopped:
-        print_data("\n".join(stopped))
+        print_stopped(stopped)
     else:
         progress.step("No server is running.")

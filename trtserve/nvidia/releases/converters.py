@@ -161,4 +161,4 @@ def known_faults(tag: str) -> str | None:
     cves = [cve for advisory in found for cve in advisory.cves]
     harm = "; ".join(dict.fromkeys(advisory.what for advisory in found))
     fixed = max(advisory.fixed for advisory in found)
-    return f"Triton {tag} has {len(cves)} known faults ({listing(cves)}): {harm}. Fixed in {fixed}."
+    return f"Triton {tag} has {len(cves)} known faults ({listing(cves, most=3)}): {harm}. Fixed in {fixed}."
