@@ -150,11 +150,8 @@ def test_the_store_of_responses_is_bounded(tmp_path: Path, *, together: bool) ->
     names = RESPONSES[:4]
     for store, name in zip(stores, names, strict=True):
         store.add(name, {}, [])
-        time.sleep(0.01)  # files know their time in ticks of the clock
     assert found(stores[0], *names) == names[1:]
-    time.sleep(0.01)
     asyncio.run(stores[0].find(names[1]))
-    time.sleep(0.01)
     stores[0].add(RESPONSES[4], {}, [])
     assert found(stores[1], *names, RESPONSES[4]) == [names[1], names[3], RESPONSES[4]]
     stores[0].add(RESPONSES[5], {"text": "x" * 950}, [])
@@ -163,6 +160,17 @@ def test_the_store_of_responses_is_bounded(tmp_path: Path, *, together: bool) ->
     assert found(stores[1], *RESPONSES[:6]) == []
     with pytest.raises(ApiError, match="made room"):
         stores[3].remove(RESPONSES[5])
+
+
+def test_a_clock_that_is_set_back_makes_no_response_old(tmp_path: Path) -> None:
+    """Files are ordered by the time since the boot."""
+    store = ResponseStore(folder=tmp_path)
+    store.add(RESPONSES[0], {}, [])
+    (file,) = tmp_path.iterdir()
+    for _ in range(2):
+        assert file.stat().st_mtime == pytest.approx(time.clock_gettime(time.CLOCK_BOOTTIME), abs=60)
+        os.utime(file, (0, 0))
+        asyncio.run(store.find(RESPONSES[0]))
 
 
 def test_files_of_many_responses_stay_few(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,11 @@ def _manifest(number: int = 1) -> Manifest:
     return Manifest(kind="engine", name="tiny", fingerprint=fingerprint(number=number), spec={"number": number})
 
 
-def _publish(destination: Path, number: int, content: str) -> Engine:
+def _publish(destination: Path, number: int, content: str, **changes: Any) -> Engine:
     def produce(folder: Path) -> None:
         (folder / "rank0.engine").write_text(content)
 
-    return publish(Engine, destination, _manifest(number), produce)
+    return publish(Engine, destination, replace(_manifest(number), **changes), produce)
 
 
 def test_published_artefact_is_complete(tmp_path: Path) -> None:
@@ -171,6 +172,17 @@ def test_finds_the_newest_of_a_name_and_suggests_others(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         store.find(Engine, "tinny")
     assert caught.value.hint == "Did you mean tiny? To make one: trtserve build CHECKPOINT"
+
+
+def test_the_newest_counts_although_the_clock_was_set_back(tmp_path: Path) -> None:
+    store, days = Store(tmp_path), ("2026-03-01T00:00:00+00:00", "2025-01-01T00:00:00+00:00")
+    for number, day in enumerate(days):
+        place = store.destination(Engine, "tiny", _manifest(number).fingerprint)
+        _publish(place, number, str(number), created=day)
+        paths: dict[str, Any] = dict.fromkeys(("model", "checkpoint", "engine", "repository"), "/x")
+        store.record(NameRecord(name=f"import{number}", source="demo", imported=day, **paths))
+    assert (store.by_name(Engine)["tiny"].path / "rank0.engine").read_text() == "1"
+    assert [record.name for record in store.recorded()] == ["import1", "import0"]
 
 
 @pytest.mark.parametrize(
@@ -344,7 +356,7 @@ def test_invalid_artefact_names_are_rejected(tmp_path: Path, name: str) -> None:
 
 def test_newest_record_first(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    for day in (1, 3, 2):
+    for day in (1, 2, 3):
         paths: dict[str, Any] = dict.fromkeys(("model", "checkpoint", "engine", "repository"), "/x")
         store.record(NameRecord(name=f"day{day}", source="demo", imported=f"2026-01-0{day}", **paths))
     assert [record.name for record in store.recorded()] == ["day3", "day2", "day1"]

@@ -177,6 +177,11 @@ def _started(fields: list[bytes]) -> float:
     return int(fields[_START_TIME]) / os.sysconf("SC_CLK_TCK")
 
 
+def since_boot() -> float:
+    """Return the seconds since this machine was booted: the clock of `ProcessId.started`."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def work_done(identity: ProcessId) -> float:
     """Return the CPU seconds of a process, and a tenth of one for each page that it had to read from a disk; or 0."""
     fields = _fields(identity.pid)

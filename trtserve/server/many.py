@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
@@ -37,6 +36,7 @@ from trtserve.server.state import (
     change_state,
     forget,
     log_file,
+    ready_now,
     recorded_server,
     run_folder,
     start_lock,
@@ -185,7 +185,7 @@ def serve_many(plan: ManyPlan, *, on_ready: Callable[[Server], None], progress: 
                 shm_prefix=unique_prefix(plan.name),
                 exit_timeout=spec.exit_timeout + int(_STOPPED_WITHIN),
                 instances=(Instance(address=address, process=process, log=log, gateway=front),),
-                ready_since=time.time(),
+                **ready_now(),
                 kept=dict.fromkeys(plan.models, "unloaded"),
             )
             write_state(server, store)

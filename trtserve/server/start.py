@@ -46,6 +46,7 @@ from trtserve.server.state import (
     Server,
     change_state,
     failure_of,
+    ready_now,
     run_folder,
     start_lock,
     write_state,
@@ -364,9 +365,7 @@ def _start_on_ports(
             require_front(server)
             server = with_members(server)
             require_members(server, plan)
-            server = change_state(
-                server, plan.store, state="ready", ready_since=time.time(), instances=server.instances
-            )
+            server = change_state(server, plan.store, state="ready", instances=server.instances, **ready_now())
             # How much memory was left for the KV cache is known only to the running server's gauges.
             for warning in plan.served.cache_warnings(kv_blocks(server.address)):
                 progress.warn(warning)

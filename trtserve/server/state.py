@@ -18,7 +18,7 @@ from typing import Any, Literal
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import ArtifactError, LockedError, TrtserveError, UsageError
 from trtserve.files import child, decode_as, locked, read_json_object, write_json
-from trtserve.process import ProcessId
+from trtserve.process import ProcessId, since_boot
 from trtserve.programs.shared.run_folder import SOCKETS
 from trtserve.server.triton import tritonserver as triton_server
 from trtserve.server.triton.tritonserver import Address
@@ -120,6 +120,7 @@ class Server:
     stopper: ProcessId | None = None  # the process that is ending it
     restarts: int = 0  # how often its supervisor has started it again
     ready_since: float | None = None  # when it last became ready, in seconds since the epoch
+    ready_at: float | None = None  # the same in seconds after the boot, which nobody can set
     failure: Failure | None = None  # the last failure, also one that it has recovered from
     kept: Mapping[str, str] | None = None
     """Of one port for many models: name → loaded, unloaded, loading or unloading."""
@@ -294,13 +295,19 @@ def forget(server: Server, store: Store, *, failure: Failure | None = None) -> N
                 if (target := link.readlink()).name == link.name:
                     shutil.rmtree(target, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
-        ended: dict[str, Any] = {"instances": server.instances, "reason": "", "stopper": None, "ready_since": None}
+        ended: dict[str, Any] = {"instances": server.instances, "reason": "", "stopper": None}
+        ended |= dict.fromkeys(ready_now())
         if failure is not None:
             ended["failure"] = failure
         try:
             change_state(server, store, state="stopped" if failure is None else "failed", **ended)
         except TrtserveError:  # the disk is full, or the store read-only: no state is better than an old one
             state_file(server.name, store).unlink(missing_ok=True)
+
+
+def ready_now() -> dict[str, Any]:
+    """Return the fields of a server that has just become ready."""
+    return {"ready_since": time.time(), "ready_at": since_boot()}
 
 
 def failure_of(error: TrtserveError, exit_code: int | None = None) -> Failure:

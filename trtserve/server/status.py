@@ -26,7 +26,7 @@ from trtserve.errors import ServerDiedError, ServerUnreachableError, TrtserveErr
 from trtserve.gateway.settings import GatewaySettings
 from trtserve.gateway.standstill import gateway_silence
 from trtserve.host.machine import differences
-from trtserve.process import ProcessId, exit_code, how_it_ended, wait_gone
+from trtserve.process import ProcessId, exit_code, how_it_ended, since_boot, wait_gone
 from trtserve.process.halts import HALTED
 from trtserve.repository.profiles import CORE
 from trtserve.repository.served import ServedRepository, inspect_repository
@@ -234,7 +234,7 @@ def _status(server: Server, store: Store) -> Status:
         reason=reason,
         log=log,
         models=_states(server) if alive else {},
-        uptime=None if not alive or server.ready_since is None else max(0.0, time.time() - server.ready_since),
+        uptime=None if not alive or server.ready_at is None else since_boot() - server.ready_at,
         requests=_requests(page),
         precision={} if served is None else served.precision,
         kv_blocks=blocks,

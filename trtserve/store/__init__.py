@@ -10,14 +10,16 @@ $TRTSERVE_HOME (else $XDG_CACHE_HOME/trtserve, else ~/.cache/trtserve)
 
 from __future__ import annotations
 
+import glob
 import math
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,11 +95,27 @@ def publish(kind: type[A], destination: Path, manifest: Manifest, produce: Calla
             final = (produce(staging) or manifest) if twin is None else _link_twin(twin, staging, manifest)
             if kind in _CHECKED:
                 final = with_checksums(final, staging, remembered_checksums())
+            siblings = destination.parent.glob(f"{glob.escape(manifest.name)}-*/{MANIFEST}")
+            final = replace(final, created=_after(final.created, (_created(each.parent) for each in siblings)))
             final.write(staging)
             _swap(staging, destination)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         return kind(path=destination, manifest=final)
+
+
+def _created(folder: Path) -> str:
+    with suppress(ArtifactError, OSError):
+        return Manifest.read(folder).created
+    return ""
+
+
+def _after(moment: str, others: Iterable[str]) -> str:
+    """Return an ISO time, or one just after the last of the others: the newest counts, and clocks are set back too."""
+    last = max(others, default="")
+    with suppress(ValueError):  # a time that we did not write
+        return max(moment, (datetime.fromisoformat(last) + timedelta(microseconds=1)).isoformat())
+    return moment
 
 
 def artifact_lock(folder: Path) -> Path:
@@ -428,6 +446,8 @@ class Store:
 
     def record(self, record: NameRecord) -> None:
         """Save the record of an import; the newest record is the default of `start`."""
+        with suppress(ArtifactError):  # one that cannot be read is nobody's default
+            record = replace(record, imported=_after(record.imported, (each.imported for each in self.recorded())))
         write_json(self.record_file(record.name), record.__dict__)
 
     def recorded(self) -> list[NameRecord]:

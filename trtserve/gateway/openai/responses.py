@@ -331,7 +331,7 @@ class ResponseStore:
             return None
         try:
             content = self._path(id).read_bytes()
-            os.utime(self._path(id))
+            _mark_used(self._path(id))
         except FileNotFoundError:  # another process may have dropped it meanwhile
             return None
         return content
@@ -340,6 +340,7 @@ class ResponseStore:
         staged = self._path(id).with_suffix(_PARTIAL)
         try:
             staged.write_bytes(content)
+            _mark_used(staged)
             staged.replace(self._path(id))  # a killed process leaves no half of a response
         finally:
             staged.unlink(missing_ok=True)
@@ -367,6 +368,12 @@ class ResponseStore:
     def _path(self, id: str) -> Path:  # noqa: A002 - the field's word
         assert self._folder is not None
         return self._folder / f"{id}.response"
+
+
+def _mark_used(path: Path) -> None:
+    """Give a file the time since the boot, by which the oldest goes first: the time of day can be set back."""
+    now = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    os.utime(path, ns=(now, now))
 
 
 class ResponsesForm(Form[Message]):
