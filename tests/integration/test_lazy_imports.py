@@ -88,6 +88,7 @@ def test_commands_of_servers_begin_without_numpy(command: str) -> None:
     assert code != 1
     assert "trtserve.store" in loaded
     assert not loaded & {"numpy", "openvino", "transformers", "torch"}
+    assert command != "stop" or not loaded & {"trtserve.executor", "trtserve.repository.check"}
 
 
 def test_query_loads_neither_engines_nor_servers() -> None:

@@ -15,7 +15,8 @@ from trtserve.host.gpus import require_gpus, split_gpus
 from trtserve.nvidia.releases import RELEASES
 from trtserve.repository.served import CoreModel, ServedRepository, device_groups
 from trtserve.server import launch
-from trtserve.server.launch import CLUSTERS, cluster
+from trtserve.server.launch import cluster
+from trtserve.server.launch.clusters import CLUSTERS
 from trtserve.server.launch.commands import LaunchSetup
 from trtserve.server.launch.modes import MODES, LaunchMode, leader, llmapi, mpi_ranks, orchestrator, slurm_task
 from trtserve.server.plan import instance_addresses

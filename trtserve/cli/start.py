@@ -424,8 +424,8 @@ class ClusterCall:
 
 def write_for_cluster(repository: ModelRepository, spec: ServerSpec, kind: str, call: ClusterCall) -> None:
     """Write, print or submit the files that start the server on a cluster of this kind."""
-    from trtserve.server.launch import CLUSTERS
     from trtserve.server.launch.cluster import write_job
+    from trtserve.server.launch.clusters import CLUSTERS
     from trtserve.server.state import server_name
 
     cluster, options = CLUSTERS[kind], call.options[kind]

@@ -14,7 +14,6 @@ from trtserve.process import ProcessId, exit_code, program, stop, terminate, wai
 from trtserve.programs.shared.run_folder import DRAINING
 from trtserve.progress import SILENT, Progress
 from trtserve.server.discovery import find_server
-from trtserve.server.launch.modes import Single
 from trtserve.server.rank_processes import serving_process, sweep_session
 from trtserve.server.state import (
     Failure,
@@ -133,8 +132,13 @@ def end_server(
 
 def _ask_containers(server: Server, urgent: Callable[[], bool], grace: float) -> None:
     """Give ranks in containers up to `grace` seconds to end in order; without docker, do nothing."""
-    several = [each for each in server.instances if each.container is not None and server.mode != Single.name]
-    alive = [each for each in several if each.process.alive()]
+    alive = [each for each in server.instances if each.container is not None and each.process.alive()]
+    if not alive:
+        return
+    from trtserve.server.launch.modes import Single
+
+    if server.mode == Single.name:
+        return
     asking = [ask_container(str(each.container)) for each in alive] if program(DOCKER) is not None else []
     deadline = time.monotonic() + grace
     try:

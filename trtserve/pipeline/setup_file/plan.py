@@ -26,8 +26,8 @@ from trtserve.progress import SILENT, Progress
 from trtserve.server.checks import access_warnings
 from trtserve.server.detach import start_arguments, start_in_background
 from trtserve.server.front import require_protected
-from trtserve.server.launch import CLUSTERS
 from trtserve.server.launch.cluster import ClusterJob, is_written, write_job
+from trtserve.server.launch.clusters import CLUSTERS
 from trtserve.server.plan import with_free_ports
 from trtserve.server.shutdown import stop_server
 from trtserve.server.state import Server, await_record, list_servers, recorded_server
