@@ -127,7 +127,6 @@ class DecodeGraphs:
         self._page = page
         self._spare_place = spare_block * page
         self._spare_state = spare_state
-        self._max_position = max_position
         self._blocks = -(-max_position // page)
         self._chosen = chosen
         self._adapters = adapters
