@@ -29,7 +29,6 @@ from trtserve.host.machine import SHARED_MEMORY
 from trtserve.pipeline.import_spec import resolve_import
 from trtserve.pipeline.importing import import_to_repository
 from trtserve.process import tree
-from trtserve.programs.shared.run_folder import SOCKETS
 from trtserve.server.state import Server
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.store import Store
@@ -82,14 +81,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         store=Store(home),
     )
     repository = import_to_repository(spec, store=Store(home))
-    before = shared_memory_and_sockets()
     with running_server(repository.path, home=home, name=NAME, gateway=True, ready_timeout=300) as running:
+        made = shared_memory_and_sockets(running)
+        assert {each.parent for each in made} == {SHARED_MEMORY, Path(tempfile.gettempdir())}
         yield running
-    wait_until(lambda: shared_memory_and_sockets() <= before)
+    wait_until(lambda: not any(each.exists() for each in made))
 
 
-def shared_memory_and_sockets() -> set[Path]:
-    return {*SHARED_MEMORY.glob("psm_*"), *Path(tempfile.gettempdir()).glob(f"{SOCKETS}*")}
+def shared_memory_and_sockets(server: Server) -> set[Path]:
+    """Return the shared memory that vLLM's processes have, and the folder of their sockets."""
+    found = set[Path]()
+    for process in tree(server.instances[0].process):
+        maps, own = (Path(f"/proc/{process.pid}/{name}").read_text(errors="replace") for name in ("maps", "environ"))
+        found |= {Path(word) for word in maps.split() if word.startswith(f"{SHARED_MEMORY}/psm_")}
+        found |= {Path(each.partition("=")[2]) for each in own.split("\0") if each.startswith("VLLM_RPC_BASE_PATH=")}
+    return found
 
 
 @pytest.fixture
@@ -171,6 +177,9 @@ def test_openais_api(server: Server) -> None:
     assert len(set(texts)) == 1
     biased = openai(server, "completions", prompt="What is ML?", logit_bias={"300": 100}, max_tokens=4)
     assert biased["choices"][0]["text"] != choice["text"]
+    without = openai(server, "completions", prompt="What is ML?", bad_words=["learning"])["choices"][0]["text"]
+    assert "learning" in choice["text"]
+    assert "learning" not in without
     penalised = openai(server, "completions", prompt="a a a a", presence_penalty=1.5, frequency_penalty=1.5)
     assert penalised["choices"][0]["finish_reason"] in ("stop", "length")
 
