@@ -473,11 +473,13 @@ def peer(name: str) -> None:
     figure(f"transformers {name}, generate_batch with CUDA graphs, 64 streams: tokens/s", round(rate, 1))
 
 
-def measure(size: str, streams_of: list[int], parts: list[str], traces: Path | None, codes: Any) -> None:
+def measure(
+    size: str, streams_of: list[int], parts: list[str], traces: Path | None, codes: Any, kv_precision: str
+) -> None:
     """Measure the parts of one model that run in its executor."""
     begin = time.perf_counter()
-    name = size if codes is None else f"{size} {codes}"
-    model = random_model(size, batch=max(streams_of), seq_len=SEQ_LEN, codes=codes)
+    name = " ".join([size, *([codes] if codes else []), *([f"{kv_precision} cache"] if kv_precision else [])])
+    model = random_model(size, batch=max(streams_of), seq_len=SEQ_LEN, codes=codes, kv_precision=kv_precision)
     with start(model, batch=max(streams_of)) as executor:
         print(f"{name}: ready after {time.perf_counter() - begin:.1f} s", flush=True)
         if "prefill" in parts:
@@ -524,6 +526,7 @@ def main() -> None:
     parser.add_argument("--streams", nargs="*", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--codes", nargs="*", choices=["none", *get_args(Codes)], default=["none"])
+    parser.add_argument("--kv-precision", choices=["fp8"], default="", help="of the parts without models of their own")
     parser.add_argument("--traces", type=Path, help="where the part idle keeps the profiler's traces")
     options = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
@@ -531,7 +534,8 @@ def main() -> None:
         torch.cuda.set_per_process_memory_fraction(options.memory * 2**30 / torch.cuda.mem_get_info()[1])
     for name in options.models:
         for codes in options.codes if set(options.parts) - WHOLE else ():
-            measure(name, options.streams, options.parts, options.traces, None if codes == "none" else codes)
+            kept = None if codes == "none" else codes
+            measure(name, options.streams, options.parts, options.traces, kept, options.kv_precision)
             figure(f"{name} {codes}: GiB that PyTorch took", round(torch.cuda.max_memory_reserved() / 2**30, 1))
             torch.cuda.reset_peak_memory_stats()
             gc.collect()

@@ -58,7 +58,7 @@ def attended(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Ten
     """Attention of the last len(query) tokens [t, H, D] over keys and values [n, KV, D]."""
     new, heads, _ = query.shape
     total, kv_heads, _ = keys.shape
-    repeated = [each.double().repeat_interleave(heads // kv_heads, 1) for each in (keys, values)]
+    repeated = [each.double().repeat_interleave(heads // kv_heads, 1) * scores.cache_scale for each in (keys, values)]
     products = torch.einsum("thd,nhd->htn", query.double(), repeated[0]) * scores.scale
     if scores.soft_cap is not None:
         products = torch.tanh(products / scores.soft_cap) * scores.soft_cap
@@ -76,8 +76,13 @@ def attended(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Ten
     return torch.einsum("htn,nhd->thd", products.softmax(-1)[..., :total], repeated[1])
 
 
-def cache_of(lengths: list[int], kv_heads: int, size: int, dtype: Any, turned: int = 0) -> tuple[Tensor, Tensor]:
-    """Return a cache with random contents and the block tables of sequences of these lengths, blocks shuffled."""
+def cache_of(
+    lengths: list[int], kv_heads: int, size: int, dtype: Any, turned: int = 0, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return a cache with random contents and the block tables of sequences of these lengths, blocks shuffled.
+
+    With a scale it is one of FP8 codes.
+    """
     counts = [-(-length // PAGE) for length in lengths]
     cache = random(sum(counts) + 1, 1 if turned else 2, PAGE, kv_heads, size, dtype=dtype)
     cache[-1] = torch.nan
@@ -87,7 +92,7 @@ def cache_of(lengths: list[int], kv_heads: int, size: int, dtype: Any, turned: i
     for row, count in enumerate(counts):
         tables[row, :count] = blocks[first : first + count]
         first += count
-    return cache, tables
+    return cache if scale == 1.0 else (cache.float() / scale).to(FP8), tables
 
 
 def sequence(cache: Tensor, table: Tensor, length: int, turned: int) -> tuple[Tensor, Tensor]:
@@ -112,13 +117,16 @@ KINDS: dict[str, dict[str, Any]] = {
 def cases() -> Iterator[tuple[str, tuple[int, int, int], Any, Scores]]:
     """Every shape and kind in bfloat16, the first shape of each kind in the other types."""
     for (heads, kv_heads, size), (kind, values) in itertools.product(SHAPES, KINDS.items()):
-        for dtype in BOUNDS if (size == 128 or kind == "plain") else (torch.bfloat16,):
+        for dtype, narrow in itertools.product(
+            BOUNDS if (size == 128 or kind == "plain") else (torch.bfloat16,), (False, True)
+        ):
             chosen = dict(values)
             if chosen.get("slopes"):
                 chosen["slopes"] = torch.rand(heads, device=DEVICE) * 0.1
             if chosen.get("sinks"):
                 chosen["sinks"] = torch.randn(heads, device=DEVICE)
-            name = f"{kind} {heads}/{kv_heads}x{size} {str(dtype)[6:]}"
+            chosen["cache_scale"] = 0.02 if narrow else 1.0
+            name = f"{kind} {heads}/{kv_heads}x{size} {str(dtype)[6:]}{' FP8 cache' * narrow}"
             yield name, (heads, kv_heads, size), dtype, Scores(scale=size**-0.5, **chosen)
     for (heads, kv_heads, size), dtype in itertools.product(LATENT, BOUNDS):
         scores = Scores(scale=192**-0.5, turned=64 if size > 64 else 16)
@@ -127,7 +135,7 @@ def cases() -> Iterator[tuple[str, tuple[int, int, int], Any, Scores]]:
 
 def decode(shape: tuple[int, int, int], dtype: Any, scores: Scores, lengths: list[int]) -> float:
     heads, kv_heads, size = shape
-    cache, tables = cache_of(lengths, kv_heads, size, dtype, scores.turned)
+    cache, tables = cache_of(lengths, kv_heads, size, dtype, scores.turned, scores.cache_scale)
     query = random(len(lengths), heads, size, dtype=dtype)
     counts = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     result = kernels.decode_attention(query, cache, tables, counts, scores)
@@ -158,7 +166,7 @@ def decode_rounded(dtype: Any, lengths: list[int]) -> float:
 def prompt(shape: tuple[int, int, int], dtype: Any, scores: Scores, parts: list[tuple[int, int]]) -> float:
     heads, kv_heads, size = shape
     lengths = [past + new for past, new in parts]
-    cache, tables = cache_of(lengths, kv_heads, size, dtype, scores.turned)
+    cache, tables = cache_of(lengths, kv_heads, size, dtype, scores.turned, scores.cache_scale)
     begins = np.cumsum([0, *(new for _, new in parts)])
     query = random(int(begins[-1]), heads, size, dtype=dtype)
     result = kernels.prompt_attention(
@@ -177,8 +185,17 @@ def prompt(shape: tuple[int, int, int], dtype: Any, scores: Scores, parts: list[
     return error(result, torch.cat(wanted))
 
 
-def rotate(dtype: Any, rotated: int, *, interleaved: bool, normed: bool, size: int = 96, parts: int = 2) -> float:
-    """Keys and queries are compared; values must be copied exactly, and other slots stay."""
+def rotate(
+    dtype: Any,
+    rotated: int,
+    *,
+    interleaved: bool,
+    normed: bool,
+    size: int = 96,
+    parts: int = 2,
+    scale: float | None = None,
+) -> float:
+    """Keys and queries are compared; values must be copied exactly, and other slots stay. With a scale, FP8 codes."""
     tokens, heads, kv_heads = 37, 8, 2
     qkv = random(tokens, (heads + parts * kv_heads) * size, dtype=dtype)
     positions = torch.randint(0, 1000, (tokens,), device=DEVICE)
@@ -186,11 +203,13 @@ def rotate(dtype: Any, rotated: int, *, interleaved: bool, normed: bool, size: i
         torch.arange(1000, device=DEVICE).double(), 10000 ** -(torch.arange(rotated // 2, device=DEVICE) / 50)
     )
     table = torch.cat([angles.cos(), angles.sin()], -1).float()
-    cache = torch.full((9, parts, PAGE, kv_heads, size), 7.0, device=DEVICE, dtype=dtype)
+    cache = torch.full((9, parts, PAGE, kv_heads, size), 7.0, device=DEVICE, dtype=FP8 if scale else dtype)
     slots = torch.randperm(9 * PAGE, device=DEVICE)[:tokens]
     norms = HeadNorms(query=random(size, dtype=dtype), key=random(size, dtype=dtype), epsilon=1e-6) if normed else None
     rotation = RotationTables(cos_sin=table, interleaved=interleaved) if rotated else None
-    query = kernels.rotate_and_store(qkv, positions, cache, slots, heads=heads, rotation=rotation, norms=norms)
+    query = kernels.rotate_and_store(
+        qkv, positions, cache, slots, heads=heads, rotation=rotation, norms=norms, cache_scale=scale or 1.0
+    )
     wanted = [part.double() for part in qkv.view(tokens, -1, size).split([heads, *[kv_heads] * parts], 1)]
     if norms is not None:
         for number, weight in enumerate((norms.query, norms.key)):
@@ -205,6 +224,9 @@ def rotate(dtype: Any, rotated: int, *, interleaved: bool, normed: bool, size: i
             pair = first * cos - second * sin, second * cos + first * sin
             joined = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
             wanted[number] = torch.cat([joined, rest], -1)
+    if scale:
+        stored = [(each.to(dtype).float() * (1 / scale)).clamp(-448, 448).to(FP8).double() for each in wanted[1:]]
+        wanted[1:], cache = stored, cache.float()
     keys, values = (cache[slots // PAGE, part, slots % PAGE] for part in (0, -1))
     untouched = torch.ones(9 * PAGE, dtype=torch.bool, device=DEVICE)
     untouched[slots] = False
@@ -554,6 +576,11 @@ def checks() -> Iterator[tuple[str, Callable[[], float], float]]:
         yield f"prompt {name}", partial(prompt, shape, dtype, scores, parts), BOUNDS[dtype]
     usual = (32, 8, 128), torch.bfloat16, Scores(scale=128**-0.5)
     yield "decode one row of 20,000", partial(decode, *usual, [20_000]), 6e-3
+    coded = *usual[:2], replace(usual[2], cache_scale=0.02)
+    yield "decode one row of 20,000 FP8 cache", partial(decode, *coded, [20_000]), 6e-3
+    yield "decode 31 rows of 512 and one of 100,000 FP8 cache", partial(decode, *coded, [512] * 31 + [100_000]), 6e-3
+    yield "decode 300 rows FP8 cache", partial(decode, *coded, list(range(1, 601, 2))), 6e-3
+    yield "prompt of 3,000 after 1,000 FP8 cache", partial(prompt, *coded, [(1000, 3000)]), 6e-3
     latent = (128, 1, 576), torch.bfloat16, Scores(scale=192**-0.5, turned=64)
     yield "latent decode of one row of 20,000", partial(decode, *latent, [20_000]), 6e-3
     yield "latent decode of 100 rows", partial(decode, *latent, list(range(1, 601, 6))), 6e-3
@@ -567,6 +594,8 @@ def checks() -> Iterator[tuple[str, Callable[[], float], float]]:
         for rotated, interleaved, normed in itertools.product((0, 24, 96), (False, True), (False, True)):
             name = f"rotate {rotated} interleaved={interleaved} norms={normed} {kind}"
             yield name, partial(rotate, dtype, rotated, interleaved=interleaved, normed=normed), bound
+            narrow = partial(rotate, dtype, rotated, interleaved=interleaved, normed=normed, scale=0.006)
+            yield f"{name} FP8 cache", narrow, max(bound, 4e-3)
         once = partial(rotate, dtype, 64, interleaved=False, normed=False, size=576, parts=1)
         yield f"rotate 64 of 576 {kind}", once, bound
         for columns in (64, 2048, 5120):

@@ -131,6 +131,10 @@ class RandomWeights:
         scale = torch.full(shape, 1 / math.sqrt(inputs), device=self._device)
         return scale, torch.tensor([0.02], device=self._device) if self._codes == "fp8" else None
 
+    def cache_scale(self, attention: str) -> float:
+        assert f"{attention}.qkv.weight" in self._targets
+        return 1.0
+
     def packed(self, name: str) -> tuple[PackedWeight, None] | None:
         if self._codes not in ("int8", "int4") or not is_quantised(self._targets[name]):
             return None
@@ -155,6 +159,7 @@ def random_model(
     layers: int | None = None,
     codes: Codes | None = None,
     rank: int = 0,
+    kv_precision: str = "",
 ) -> ChoosingTorchModel:
     """Return the model `name` of HF_SIZES for `batch` sequences of `seq_len` tokens; `codes` of its matrices.
 
@@ -175,7 +180,8 @@ def random_model(
         "plugin_config": {"tokens_per_block": TOKENS_PER_BLOCK, "lora_plugin": dtype if rank else None},
         "lora_config": {"max_lora_rank": rank or 64, "lora_target_modules": list(LORA_MODULES) if rank else []},
     }
-    own = {"compute_precision": "bf16" if dtype == "bfloat16" else "f32", "mlp": "gated"}
+    compute = "bf16" if dtype == "bfloat16" else "f32"
+    own = {"compute_precision": compute, "kv_precision": kv_precision or compute, "mlp": "gated"}
     config = {"pretrained_config": model, "build_config": build, "trtserve": own}
     typed = CheckpointConfig.of(model)
     weights = RandomWeights(typed, device, getattr(torch, dtype), codes)

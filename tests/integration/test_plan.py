@@ -129,6 +129,8 @@ def test_gpus_and_settings(tiny: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert none["smallest"] is None
     half = _plan(capsys, str(tiny), "--gpu", "l4", "--tp-size", "2")["gpu"]["asked"]
     assert half["kv_bytes_per_token"] * 2 == one["asked"]["kv_bytes_per_token"]
+    narrow = _plan(capsys, str(tiny), "--gpu", "l4", "--kv-precision", "fp8")["gpu"]["asked"]
+    assert narrow["kv_bytes_per_token"] * 2 == one["asked"]["kv_bytes_per_token"]
     assert _plan(capsys, str(tiny), "--quantize", "int8")["engine_bytes"] < _plan(capsys, str(tiny))["engine_bytes"]
 
 
@@ -254,6 +256,8 @@ def test_a_model_that_does_not_fit_gets_limits_that_would(
         (("--gpu", "t4", "--max-seq-len", "100", "--max-input-len", "200"), UsageError.code),
         (("--gpu", "t4", "--runtime", "openvino"), UsageError.code),
         (("--gpu", "t4", "--kv-precision", "u8"), UsageError.code),
+        (("--gpu", "l4", "--kv-precision", "fp8", "--runtime", "tensorrt_llm"), UsageError.code),
+        (("--gpu", "a100-40gb", "--kv-precision", "fp8"), UnsupportedModelError.code),
         (("--tp-size", "3"), UsageError.code),
     ],
 )

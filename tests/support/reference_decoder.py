@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -22,7 +23,8 @@ Floats = npt.NDArray[np.float64]
 class ReferenceDecoder:
     """Logits of complete sequences, computed from the definition of the layers.
 
-    `windows` are the sliding windows of the layers, repeated over them; by default the decoder's own everywhere.
+    `windows` are the sliding windows of the layers, repeated over them; by default the decoder's own everywhere. With a
+    `cache_scale` keys and values are rounded to FP8 codes times that.
     """
 
     def __init__(
@@ -33,7 +35,9 @@ class ReferenceDecoder:
         *,
         packing: Packing = None,
         windows: Sequence[int | None] = (),
+        cache_scale: float | None = None,
     ) -> None:
+        self._cache_scale = cache_scale
         self._windows = windows or decoder.windows or [None]
         self._decoder = decoder
         self._sizes = sizes
@@ -215,6 +219,8 @@ class ReferenceDecoder:
         if (growth := self._decoder.growth(layer)) is not None:
             turns = np.floor((np.arange(length) + growth.first) / growth.every)
             query = query * (1 + growth.beta * np.log1p(turns))[:, None, None]
+        if self._cache_scale is not None:
+            key, value = (_rounded_to_fp8(each, self._cache_scale) for each in (key, value))
         self._stored[layer] = key, value
         return query, *self._stored[self._decoder.key_layer(layer)]
 
@@ -472,6 +478,12 @@ def _is_packed(name: str, weight: Array) -> bool:
     routes = name.endswith(("router.weight", "shared_expert_gate.weight", "kv_b.weight", "conv.weight", "gates.weight"))
     routes = routes or name.endswith(("streams.prediction.weight", "streams.correction.weight"))
     return ".layers." in name and name.endswith(".weight") and weight.ndim > 1 and not routes
+
+
+def _rounded_to_fp8(states: Floats, scale: float) -> Floats:
+    codes = np.clip(states / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    rounded: Floats = codes.astype(np.float64) * scale
+    return rounded
 
 
 def _rounded_to_int8(weight: Floats) -> Floats:

@@ -12,6 +12,8 @@ from trtserve.checkpoint.sharding import Piece, Shard, matrix
 from trtserve.executor.torch.model import TorchModel
 
 TOKENS_PER_BLOCK = 16
+CACHE_SCALE = 0.03
+"""Of an FP8 cache in every layer."""
 
 
 class TinyWeights:
@@ -40,6 +42,10 @@ class TinyWeights:
     def fp8_scales(self, name: str) -> None:
         assert name in self._tensors
 
+    def cache_scale(self, attention: str) -> float:
+        assert f"{attention}.qkv.weight" in self._tensors
+        return CACHE_SCALE
+
     def packed(self, name: str) -> None:
         assert name in self._tensors
 
@@ -59,6 +65,7 @@ def torch_model(
     prompt_table: int = 0,
     lora: Sequence[str] = (),
     batch: int = 8,
+    kv_precision: str = "f32",
     model_class: type[TorchModel] = TorchModel,
     **options: Any,
 ) -> TorchModel:
@@ -73,7 +80,7 @@ def torch_model(
             "lora_config": {"lora_target_modules": list(lora), "max_lora_rank": 8},
             "plugin_config": {"lora_plugin": "float32" if lora else None, "tokens_per_block": TOKENS_PER_BLOCK},
         },
-        "trtserve": {"compute_precision": "f32", "mlp": tiny.decoder.mlp},
+        "trtserve": {"compute_precision": "f32", "kv_precision": kv_precision, "mlp": tiny.decoder.mlp},
     }
     weights: Any = TinyWeights(tiny)
     return model_class(EngineConfig.of(config), tiny.decoder, weights, layers=range(tiny.sizes.layers), **options)

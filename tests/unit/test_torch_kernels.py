@@ -74,6 +74,7 @@ def _cache(lengths: list[int], kv_heads: int, size: int, parts: int = 2) -> tupl
         *itertools.product(["window", "chunks", "alibi", "cap", "sinks"], [USUAL]),
         *itertools.product(["plain", "all"], [USUAL, OTHER, LATENT, WIDE]),
         ("plain", WIDE_LATENT),
+        *itertools.product(["plain, FP8 cache", "all, FP8 cache"], [USUAL, OTHER, WIDE]),
     ],
 )
 def test_attention(kind: str, shape: tuple[int, int, int, int]) -> None:
@@ -85,7 +86,12 @@ def test_attention(kind: str, shape: tuple[int, int, int, int]) -> None:
     past, new = [0, 33, 60], [70, 1, 20]
     lengths = [before + more for before, more in zip(past, new, strict=True)]
     cache, tables = _cache(lengths, kv_heads, size, 1 if turned else 2)
-    scores, counts = replace(_scores(kind, heads), turned=turned), torch.tensor(lengths, dtype=torch.int32)
+    scores, counts = (
+        replace(_scores(kind.partition(",")[0], heads), turned=turned),
+        torch.tensor(lengths, dtype=torch.int32),
+    )
+    if "FP8" in kind:
+        cache, scores = (cache / 0.3).to(torch.float8_e4m3fn), replace(scores, cache_scale=0.3)
     begins = torch.tensor([0, 70, 71, 91], dtype=torch.int32)
     known = torch.tensor(past, dtype=torch.int32)
     query = torch.randn(91, heads, size)
@@ -145,8 +151,9 @@ def test_whole_decoders(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_allclose(found[0][key], found[1][key], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize(("rotated", "interleaved", "normed"), [(0, False, True), (16, True, False), (48, False, True)])
-def test_rotate_and_store(rotated: int, interleaved: bool, normed: bool) -> None:
+def test_rotate_and_store(rotated: int, interleaved: bool, normed: bool, narrow: bool) -> None:
     import torch
 
     from trtserve.executor.torch import kernels, plain_operations
@@ -159,10 +166,15 @@ def test_rotate_and_store(rotated: int, interleaved: bool, normed: bool) -> None
     slots = torch.randperm(4 * PAGE)[:tokens]
     results = []
     for each in (kernels, plain_operations):
-        cache = torch.zeros(4, 2, PAGE, kv_heads, size)
-        query = each.rotate_and_store(qkv.clone(), positions, cache, slots, heads=heads, rotation=rotation, norms=norms)
-        results.append((query, cache))
-    torch.testing.assert_close(*results)
+        cache = torch.zeros(4, 2, PAGE, kv_heads, size, dtype=torch.float8_e4m3fn if narrow else None)
+        query = each.rotate_and_store(
+            qkv.clone(), positions, cache, slots, heads=heads, rotation=rotation, norms=norms, cache_scale=0.003
+        )
+        results.append((query, cache.float()))
+    torch.testing.assert_close(results[0][0], results[1][0])
+    # The interpreter halves a number that is rounded up to a power of two in FP8.
+    torch.testing.assert_close(results[0][1], results[1][1], **({"rtol": 0.5, "atol": 0.002} if narrow else {}))
+    assert not narrow or results[0][1].abs().max() == 448  # more is cut off
 
 
 def test_norms_gates_and_products() -> None:

@@ -115,7 +115,6 @@ def test_fp8_needs_a_gpu_that_has_it(
     ("changes", "spec", "kind", "words"),
     [
         ({"quantization": {"quant_algo": "W8A8_SQ"}}, SPEC, UnsupportedModelError, "quantised with W8A8_SQ"),
-        ({"quantization": {"kv_cache_quant_algo": "FP8"}}, SPEC, UnsupportedModelError, "quantised KV cache"),
         ({}, replace(SPEC, kv_precision="u8"), UsageError, "--kv-precision u8"),
         ({}, replace(SPEC, runtime="openvino", device="cuda"), UsageError, "the openvino runtime takes cpu, gpu, auto"),
         ({}, replace(SPEC, runtime="tensorrt_llm"), UsageError, "the tensorrt_llm runtime takes cuda"),

@@ -16,6 +16,13 @@ ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of a number by 
 PRECISIONS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 """The same types as precisions of arithmetic and KV cache."""
 
+
+def cache_precision(config: CheckpointConfig, asked: str) -> str:
+    """Return the precision of a GPU engine's KV cache: what was asked for; auto: the checkpoint's."""
+    calibrated = config.quantization.kv_cache_quant_algo
+    return asked if asked != "auto" else str(calibrated).lower() if calibrated else PRECISIONS[config.dtype]
+
+
 _KV_ITEM_SIZE = {"f32": 4, "f16": 2, "bf16": 2}
 # OpenVINO's uint8 caches keep a scale and a zero point (8 bytes): keys per channel of a 32-token block,
 # [heads, 32 + 8, size]; values per token, [heads, 32, size + 8].

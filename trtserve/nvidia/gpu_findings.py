@@ -24,15 +24,17 @@ def architecture_words(capability: str) -> str:
     return f"compute capability {capability}" if row is None else f"{row.architecture} ({capability})"
 
 
-def missing_fp8(config: CheckpointConfig, gpu: str, sm: int) -> str | None:
-    """Return that a kind of GPU lacks the FP8 arithmetic of a checkpoint, or None."""
-    is_fp8 = str(config.quantization.algorithm).startswith("FP8")
-    return _too_old("FP8 weights need", FIRST_FP8, gpu, sm) if is_fp8 and sm < FIRST_FP8 else None
+def missing_fp8(config: CheckpointConfig, gpu: str, sm: int, *, cache: bool = False) -> str | None:
+    """Return that a kind of GPU lacks the FP8 arithmetic of a checkpoint or of an FP8 KV `cache`, or None."""
+    weights = str(config.quantization.algorithm).startswith("FP8")
+    if sm >= FIRST_FP8 or not (weights or cache):
+        return None
+    return _too_old("FP8 weights need" if weights else "An FP8 KV cache needs", FIRST_FP8, gpu, sm)
 
 
-def missing_arithmetic(config: CheckpointConfig, gpu: str, sm: int) -> str | None:
-    """Return why a kind of GPU cannot calculate with a checkpoint's numbers, or None."""
-    if (problem := missing_fp8(config, gpu, sm)) is not None:
+def missing_arithmetic(config: CheckpointConfig, gpu: str, sm: int, *, cache: bool = False) -> str | None:
+    """Return why a kind of GPU cannot calculate with a checkpoint's numbers, or None; `cache` as in `missing_fp8`."""
+    if (problem := missing_fp8(config, gpu, sm, cache=cache)) is not None:
         return problem
     if config.dtype == "bfloat16" and sm < FIRST_BFLOAT16:
         return _too_old("bfloat16 needs", FIRST_BFLOAT16, gpu, sm)

@@ -217,8 +217,8 @@ class TensorrtLlmRuntime(Runtime):
             raise UnsupportedModelError(f"{problem.what[0].upper()}{problem.what[1:]}.", hint=problem.fix)
         if spec.kv_precision != "auto":
             raise UsageError(
-                f"--kv-precision {spec.kv_precision} is for the openvino runtime; with TensorRT-LLM the checkpoint "
-                "sets the precision of the KV cache.",
+                f"--kv-precision {spec.kv_precision} is for the openvino and torch runtimes; with TensorRT-LLM the "
+                "checkpoint sets the precision of the KV cache.",
                 hint="Omit --kv-precision; convert with --quantize fp8 for an FP8 cache.",
             )
         found = (

@@ -30,7 +30,7 @@ from trtserve.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from trtserve.executor.runtimes import CPU_RUNTIME, automatic_runtime, runs_on_cpu
+from trtserve.executor.runtimes import CPU_RUNTIME, RUNTIMES, automatic_runtime, runs_on_cpu
 from trtserve.files import LARGEST_TEXT, is_weights
 from trtserve.host.machine import available_memory, format_bytes, free_disk, require_disk
 from trtserve.nvidia.gpu_findings import FIRST_BFLOAT16, FIRST_FP8, capability_words, kernels_note, missing_arithmetic
@@ -329,11 +329,17 @@ def _other_precision(need: ModelNeed) -> str | None:
 def _with_runtime(question: Question) -> Question:
     """Fill in the runtime and GPU of this machine where none is named; options for CPUs choose the CPU.
 
-    Raises UsageError when options for CPUs and a GPU are both given.
+    Raises UsageError when options for CPUs and a GPU are both given, or one that the named runtime does not have.
     """
+    named = RUNTIMES.get(question.build.runtime)
+    if question.build.kv_precision == "fp8" and named is not None and not named.fp8_cache:
+        raise UsageError(
+            f"--kv-precision fp8 is not for the {named.name} runtime.",
+            hint="Leave it out, or plan for --runtime torch.",
+        )
     if question.gpu is not None:
         on_cpu = runs_on_cpu(question.build.runtime, question.build.device)
-        if on_cpu or question.build.kv_precision != "auto":
+        if on_cpu or question.build.kv_precision not in ("auto", "fp8"):
             option = f"--runtime {question.build.runtime}" if on_cpu else "--kv-precision"
             raise UsageError(
                 f"{option} is for this machine's CPU, but a GPU is named.", hint=f"Leave out {option} or --gpu."
@@ -341,7 +347,8 @@ def _with_runtime(question: Question) -> Question:
         return question
     runtime: str = question.build.runtime
     if runtime == "auto":
-        runtime = CPU_RUNTIME if question.build.kv_precision != "auto" else automatic_runtime()[0]
+        on_cpu = question.build.kv_precision not in ("auto", "fp8")
+        runtime = CPU_RUNTIME if on_cpu else automatic_runtime()[0]
     if runs_on_cpu(runtime, question.build.device):
         return replace(question, build=replace(question.build, runtime=cast(RuntimeName, runtime)))
     gpu = own_gpu(question.convert.ranks)
@@ -459,7 +466,8 @@ def _gpu_answer(conversion: OwnConversion, question: Question) -> GpuAnswer | No
     if gpu is None:
         return None
     asked = fit_gpu(conversion.config, question.build, gpu)
-    if gpu.sm is not None and (problem := missing_arithmetic(conversion.config, gpu.name, gpu.sm)):
+    narrow = question.build.kv_precision == "fp8"
+    if gpu.sm is not None and (problem := missing_arithmetic(conversion.config, gpu.name, gpu.sm, cache=narrow)):
         note = kernels_note(gpu.name, capability_words(gpu.sm))
         return GpuAnswer(asked=asked, smallest=None, longest=None, problem=problem, note=note)
     smallest = asked if asked.fits and asked.ranks == 1 else None

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import checkpoint_targets
 from trtserve.checkpoint.architectures.gemma import engine_problem
-from trtserve.checkpoint.memory import PRECISIONS, gpu_step_bytes, kv_bytes_per_token, rank_weights
+from trtserve.checkpoint.memory import cache_precision, gpu_step_bytes, kv_bytes_per_token, rank_weights
 from trtserve.checkpoint.quantized import GPTQ, HOPPER, is_excluded
 from trtserve.checkpoint.quantized_tensors import is_packed, require_divisible
 from trtserve.checkpoint.sharding import check_parallel_sizes
@@ -82,7 +82,7 @@ def fit_gpu(config: CheckpointConfig, spec: BuildSpec, gpu: Gpu) -> GpuFit:
     scales, once = (False, False) if runtime is None else (runtime.float32_scales, runtime.latent_once)
     weights = rank_weights(config, float32_scales=scales).kept
     activations = gpu_step_bytes(config, limits, tp_size)
-    precision = "fp8" if config.quantization.kv_cache_quant_algo else PRECISIONS[config.dtype]
+    precision = cache_precision(config, spec.kv_precision)
     per_token = kv_bytes_per_token(config, precision, tp_size=tp_size, pp_size=pp_size, latent_once=once)
     free = max(0, gpu.memory - RESERVE - weights - activations)
     return GpuFit(

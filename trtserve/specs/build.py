@@ -9,7 +9,7 @@ from typing import Literal
 
 from trtserve.specs.options import InContainer, option, panel_of
 
-KvPrecision = Literal["auto", "f32", "f16", "u8"]
+KvPrecision = Literal["auto", "f32", "f16", "u8", "fp8"]
 RuntimeName = Literal["auto", "tensorrt_llm", "llmapi", "torch", "vllm", "openvino"]
 Device = Literal["cpu", "cuda"]  # where an engine keeps its weights: in main memory, or on NVIDIA GPUs
 DeviceName = Literal["cpu", "cuda", "gpu", "npu", "auto"]
@@ -68,7 +68,9 @@ class BuildSpec(InContainer):
         unset="2048 on CPUs, 8192 on GPUs",
     )
     kv_precision: KvPrecision = _engine(
-        "auto", help="Type of the KV cache on CPUs; auto: u8, or f32 for float32 weights."
+        "auto",
+        help="Type of the KV cache: fp8 with torch, others with openvino; auto: the model's, u8 with openvino (f32 for "
+        "float32 weights).",
     )
     use_paged_context_fmha: Switch | None = _engine(
         None,

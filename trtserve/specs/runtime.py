@@ -185,6 +185,8 @@ class Runtime:
     """Whether its engines keep the scales of int8 and int4 codes in float32, those of int4 for each group of inputs."""
     latent_once: ClassVar[bool] = False
     """Whether the cache holds the vector of latent attention once, not as key and again as value."""
+    fp8_cache: ClassVar[bool] = False
+    """Whether `--kv-precision fp8` is for it."""
     rounds_fp8_inputs: ClassVar[bool] = False
     """Whether the inputs of FP8 matrices are rounded to FP8, whose 3 bits of mantissa count as int8."""
     ranges: ClassVar[Mapping[Device, Mapping[str, tuple[int, ...]]]] = {

@@ -103,7 +103,7 @@ class OpenvinoRuntime(EmbeddedRuntime):
         version = _openvino_version()
         plugin = plugin_of(spec.device)
         self.require_device(spec)
-        _require_supported(config)
+        _require_supported(config, spec)
         # The plugin keeps states in the type of arithmetic. In bfloat16 one that fades slowly loses what tokens add.
         decoder = family(config.architecture).decoder(config)
         wide = isinstance(decoder.mixer, StateSpace)
@@ -272,7 +272,12 @@ def _openvino_version() -> str:
         ) from None
 
 
-def _require_supported(config: CheckpointConfig) -> None:
+def _require_supported(config: CheckpointConfig, spec: BuildSpec) -> None:
+    if spec.kv_precision == "fp8":
+        raise UsageError(
+            "--kv-precision fp8 is for the torch runtime; openvino keeps keys and values in f32, f16 or u8.",
+            hint="Leave out --kv-precision: u8 takes as little memory and is the default of float16 and bfloat16.",
+        )
     algorithm = config.quantization.algorithm
     kv_algorithm = config.quantization.kv_cache_quant_algo
     if algorithm is not None and algorithm not in _SUPPORTED:

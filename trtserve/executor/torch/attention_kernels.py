@@ -39,6 +39,47 @@ def _scored(products, keys, slopes, scale, cap, HAS_SLOPES: tl.constexpr, HAS_CA
     return scores
 
 
+@triton.jit
+def _of_products(queries, kv):
+    """Return queries in the type of products. With an FP8 cache and bfloat16 that is float16, see `_two`."""
+    if kv.dtype.element_ty == tl.float8e4nv and queries.dtype == tl.bfloat16:
+        queries = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+    return queries
+
+
+@triton.jit
+def _highest(scores, kv):
+    """Return what the weights of each row are relative to: its highest score.
+
+    With an FP8 cache weights reach 2¹⁰, so that float16 only rounds those to 0 that are below 2⁻³⁴ of the largest.
+    """
+    highest = tl.max(scores, 1)
+    if kv.dtype.element_ty == tl.float8e4nv:
+        highest -= 10.0
+    return highest
+
+
+_TWO = tl.constexpr(
+    "{ .reg .b32 t; .reg .b16 low, high, none; "
+    "prmt.b32 t, $2, 0, 0x4420; mov.b32 {low, none}, t; cvt.rn.f16x2.e4m3x2 $0, low; "
+    "prmt.b32 t, $2, 0, 0x4431; mov.b32 {high, none}, t; cvt.rn.f16x2.e4m3x2 $1, high; }"
+)
+
+
+@triton.jit
+def _two(pairs, DTYPE: tl.constexpr):
+    """Return the lower and the upper codes of pairs u16 as floats.
+
+    Tensor cores take values across tokens. Numbers of 16 bits are turned for them as they leave shared memory, single
+    codes in two instructions each. A pair of codes becomes float16 in one instruction, bfloat16 in five.
+    """
+    if tl.float16 == DTYPE:
+        return tl.inline_asm_elementwise(_TWO, "=r,=r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2)
+    else:
+        low = pairs.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        return low.to(DTYPE), (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+
+
 @triton.jit(do_not_specialize=_VARIABLE)
 def _share_kernel(
     lengths,
@@ -102,6 +143,7 @@ def _decode_kernel(
     table_stride,
     scale,
     cap,
+    cache_scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD: tl.constexpr,
@@ -117,12 +159,16 @@ def _decode_kernel(
     PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Attend from one token with GROUP heads of one key/value head, over a part of its keys (`_share_kernel`)."""
+    """Attend from one token with GROUP heads of one key/value head, over a part of its keys (`_share_kernel`).
+
+    From an FP8 cache it loads pairs of neighbours, whose halves are summed apart.
+    """
     wait_for_inputs(OVERLAPS)
     SHARING: tl.constexpr = HEADS // KV_HEADS
     GROUPS: tl.constexpr = (SHARING + GROUP - 1) // GROUP
     VALUE: tl.constexpr = HEAD - TURNED
     PARTS: tl.constexpr = 1 if TURNED else 2
+    PAIRED: tl.constexpr = 2 if kv.dtype.element_ty == tl.float8e4nv else 1
     item, kv_head = tl.program_id(0), tl.program_id(1) // GROUPS
     row = tl.load(items + item * 4)
     if row >= 0:
@@ -133,7 +179,11 @@ def _decode_kernel(
         shared, inside = member < SHARING, number < VALUE
         own = query + (row * HEADS + head)[:, None] * HEAD
         queries = tl.load(own + TURNED + number[None, :], mask=shared[:, None] & inside[None, :], other=0.0)
-        turned_queries = queries
+        queries = _of_products(queries, kv)
+        turned_queries, upper_queries, units = queries, queries, kv
+        if PAIRED == 2:
+            queries, upper_queries = tl.split(tl.reshape(queries, [GROUP, WIDTH // 2, 2]))
+            units = kv.to(tl.pointer_type(tl.uint16))
         if TURNED:
             turned_queries = tl.load(
                 own + turned[None, :], mask=shared[:, None] & (turned < TURNED)[None, :], other=0.0
@@ -143,30 +193,45 @@ def _decode_kernel(
             slope = tl.load(slopes + head, mask=shared, other=0.0)
         highest = tl.full([GROUP], -1e30, tl.float32)
         total = tl.zeros([GROUP], tl.float32)
-        sum_ = tl.zeros([GROUP, WIDTH], tl.float32)
+        sum_ = tl.zeros([GROUP, WIDTH // PAIRED], tl.float32)
+        upper_sum = sum_
+        unit = tl.arange(0, WIDTH // PAIRED)
         for start in range(begin, end, TILE):
             keys = start + tl.arange(0, TILE)
             present = keys < end
             block = tl.load(tables + row * table_stride + keys // PAGE, mask=present, other=0).to(tl.int64)
-            source = kv + (block * (PARTS * PAGE) + keys % PAGE) * (KV_HEADS * HEAD) + kv_head * HEAD
-            mask = present[:, None] & inside[None, :]
-            key = tl.load(source[:, None] + (TURNED + number)[None, :], mask=mask, other=0.0)
-            products = tl.dot(queries, tl.trans(key), input_precision=PRECISION)
+            source = units + (block * (PARTS * PAGE) + keys % PAGE) * (KV_HEADS * HEAD // PAIRED)
+            source += kv_head * (HEAD // PAIRED)
+            mask = present[:, None] & (unit < VALUE // PAIRED)[None, :]
+            key = tl.load(source[:, None] + (TURNED + unit)[None, :], mask=mask, other=0)
+            if PAIRED == 2:
+                key, upper = _two(key, queries.dtype)
+                products = tl.dot(queries, tl.trans(key), input_precision=PRECISION)
+                products = tl.dot(upper_queries, tl.trans(upper), products, input_precision=PRECISION)
+            else:
+                products = tl.dot(queries, tl.trans(key), input_precision=PRECISION)
             if TURNED:
                 value = key
                 mask = present[:, None] & (turned < TURNED)[None, :]
                 turned_key = tl.load(source[:, None] + turned[None, :], mask=mask, other=0.0)
                 products = tl.dot(turned_queries, tl.trans(turned_key), products, input_precision=PRECISION)
             else:
-                value = tl.load(source[:, None] + (PAGE * KV_HEADS * HEAD + number)[None, :], mask=mask, other=0.0)
+                at = source[:, None] + (PAGE * KV_HEADS * HEAD // PAIRED + unit)[None, :]
+                value = tl.load(at, mask=mask, other=0)
             scores = _scored(products, keys, slope, scale, cap, HAS_SLOPES, HAS_CAP)
             scores = tl.where(present[None, :], scores, -1e30)
-            new = tl.maximum(highest, tl.max(scores, 1))
+            new = tl.maximum(highest, _highest(scores, kv))
             fade = tl.exp2(highest - new)
             weights = tl.exp2(scores - new[:, None])
             total = total * fade + tl.sum(weights, 1)
+            if PAIRED == 2:
+                weights = weights.to(queries.dtype)
+                value, upper = _two(value, queries.dtype)
+                upper_sum = upper_sum * fade[:, None] + tl.dot(weights, upper, input_precision=PRECISION)
             sum_ = sum_ * fade[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
             highest = new
+        if PAIRED == 2:
+            sum_ = tl.interleave(sum_, upper_sum) * cache_scale
         if tl.load(items + item * 4 + 3) != 0:
             if HAS_SINKS:
                 sink = tl.load(sinks + head, mask=shared, other=0.0)
@@ -277,6 +342,7 @@ def _attend_tiles(
         else:
             key = tl.load(at, mask=inside[None, :], other=0.0)
             value = key if TURNED else tl.load(at + PAGE * KV_HEADS * HEAD, mask=inside[None, :], other=0.0)
+        key, value = key.to(queries.dtype), value.to(queries.dtype)
         products = tl.dot(queries, tl.trans(key), input_precision=PRECISION)
         if TURNED:
             mask = (keys < limit)[:, None] & (turned < TURNED)[None, :]
@@ -290,7 +356,7 @@ def _attend_tiles(
             else:
                 farthest = window - 1
             scores = tl.where((distance >= 0) & (distance <= farthest), scores, -1e30)
-        new = tl.maximum(highest, tl.max(scores, 1))
+        new = tl.maximum(highest, _highest(scores, kv))
         fade = tl.exp2(highest - new)
         weights = tl.exp2(scores - new[:, None])
         if MASKED:  # a row that sees none of these keys has seen none so far: all its scores are -1e30
@@ -315,6 +381,7 @@ def _prompt_kernel(
     table_stride,
     scale,
     cap,
+    cache_scale,
     window,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -353,6 +420,7 @@ def _prompt_kernel(
         row = ((first + token) * HEADS + head).to(tl.int64)[:, None]
         own = query + row * HEAD
         queries = tl.load(own + TURNED + number[None, :], mask=used[:, None] & inside[None, :], other=0.0)
+        queries = _of_products(queries, kv)
         turned_queries = queries
         if TURNED:
             turned = tl.arange(0, TURNED_WIDTH)
@@ -385,6 +453,8 @@ def _prompt_kernel(
         if HAS_SINKS:
             sink = tl.load(sinks + head, mask=sharing < SHARING, other=0.0)
             total += tl.exp2(sink * 1.4426950408889634 - highest)
+        if kv.dtype.element_ty == tl.float8e4nv:
+            sum_ *= cache_scale
         result = sum_ / tl.where(total > 0, total, 1.0)[:, None]
         places = row * VALUE + number[None, :]
         tl.store(out + places, result.to(out.dtype.element_ty), mask=used[:, None] & inside[None, :])
@@ -402,14 +472,15 @@ class SharedKeys:
 def share_keys(lengths: Tensor, kv_layer: Tensor, most_keys: int, scores: Scores, heads: int) -> SharedKeys:
     """See `Operations.share_keys`.
 
-    All programs of a step run at the same time, one on a multiprocessor for one or two rows, four for up to 16, and
-    two for more. Where the rows are enough for that, only those much longer than the others have more than one part.
+    All programs of a step run at the same time, one on a multiprocessor for one or two rows (four with an FP8 cache),
+    four for up to 16, and two for more. Where the rows are enough for that, only those much longer than the others have
+    more than one part.
     """
     rows, (kv_heads, head), window = len(lengths), kv_layer.shape[3:], scores.window
-    few = rows <= 2
+    few = rows <= 2 and kv_layer.dtype != FP8
     programs = kv_heads * (triton.cdiv(heads // kv_heads, _FEW_ROWS) if head - scores.turned > _WIDE else 1)
     parts = max(1, _multiprocessors(lengths.device) * (1 if few else 4 if rows <= 16 else 2) // programs)
-    row_bytes = triton.next_power_of_2(head) * kv_layer.element_size()
+    row_bytes = triton.next_power_of_2(head) * max(2, kv_layer.element_size())  # of the numbers in products
     tile = 32 if few or row_bytes > 256 else 64 if row_bytes > 128 else 128
     least = tile if 2 * rows <= parts else _LEAST_KEYS
     # Rounding adds at most half a part to a row, and a row of two parts has three halves of a share.
@@ -455,7 +526,7 @@ def _shape(query: Tensor, kv_layer: Tensor, scores: Scores) -> dict[str, Any]:
         "HEAD": head,
         "TURNED": scores.turned,
         "TURNED_WIDTH": max(16, triton.next_power_of_2(scores.turned)),
-        "WIDTH": max(16, triton.next_power_of_2(head - scores.turned)),
+        "WIDTH": max(32 if kv_layer.dtype == FP8 else 16, triton.next_power_of_2(head - scores.turned)),
         "PAGE": kv_layer.shape[2],
         "HAS_SLOPES": scores.slopes is not None,
         "HAS_SINKS": scores.sinks is not None,
@@ -578,11 +649,11 @@ def prompt_attention(
     return out
 
 
-def _factors(scores: Scores) -> tuple[float, float]:
-    """Return the arguments scale and cap of both kernels."""
+def _factors(scores: Scores) -> tuple[float, float, float]:
+    """Return the arguments scale, cap and cache_scale of both kernels."""
     plain = scores.slopes is None and scores.soft_cap is None
-    scale = scores.scale * _LOG2E if plain else scores.scale
-    return scale, scores.soft_cap or 1.0
+    scale = scores.scale * scores.cache_scale * (_LOG2E if plain else 1.0)
+    return scale, scores.soft_cap or 1.0, scores.cache_scale
 
 
 def _multiprocessors(device: Any) -> int:

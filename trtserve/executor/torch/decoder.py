@@ -30,7 +30,7 @@ from trtserve.executor.torch.modules import (
     make_mlp,
 )
 from trtserve.executor.torch.operations import HeadNorms, Operations, RotationTables, Scores
-from trtserve.executor.torch.packed import Fp8Codes
+from trtserve.executor.torch.packed import FP8, Fp8Codes
 from trtserve.executor.torch.plain_operations import rotate
 from trtserve.executor.torch.rank_group import RankGroup
 from trtserve.executor.torch.streams import StreamEnds, StreamLayer
@@ -107,7 +107,10 @@ _NORMS = (
 
 
 class TorchDecoder:
-    """The layers of one rank. `layers` are their numbers in the whole model, `windows` repeat over all layers."""
+    """The layers of one rank. `layers` are their numbers in the whole model, `windows` repeat over all layers.
+
+    With `narrow_cache` keys and values are kept in FP8.
+    """
 
     def __init__(
         self,
@@ -120,8 +123,10 @@ class TorchDecoder:
         layers: range,
         max_position: int,
         windows: Sequence[int | None] = (None,),
+        narrow_cache: bool = False,
     ) -> None:
         self._decoder = decoder
+        self._narrow_cache = narrow_cache
         self._sizes = sizes
         self._operations = operations
         self._group = group
@@ -152,8 +157,13 @@ class TorchDecoder:
 
     @property
     def dtype(self) -> Any:
-        """The type of hidden states, keys and values."""
+        """The type of hidden states."""
         return self._like.dtype
+
+    @property
+    def cache_dtype(self) -> Any:
+        """The type of keys and values in the cache."""
+        return FP8 if self._narrow_cache else self.dtype
 
     def _norm(self, weights: EngineWeights, name: str) -> Norm:
         return Norm(weights, name, self._decoder.norm, self._sizes.epsilon, self._operations)
@@ -210,6 +220,9 @@ class TorchDecoder:
                 soft_cap=decoder.attention_softcap,
                 sinks=weights.tensor(f"{attention}.sinks").float() if decoder.attention_sinks and dense else None,
                 turned=0 if decoder.latent is None else decoder.latent.rotated,
+                cache_scale=weights.cache_scale(f"transformer.layers.{decoder.key_layer(number)}.attention")
+                if self._narrow_cache and dense is not None
+                else 1.0,
             ),
             mlp=None
             if decoder.block == "single" and not lone
@@ -466,6 +479,7 @@ class TorchDecoder:
                 heads=self._heads,
                 rotation=layer.rotation,
                 norms=layer.head_norms,
+                cache_scale=layer.scores.cache_scale,
             )
         if (growth := layer.growth) is not None:
             turns = torch.floor((inputs.positions + growth.first) / growth.every)

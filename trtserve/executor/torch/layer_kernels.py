@@ -161,6 +161,7 @@ def _rotate_kernel(
     kv,
     cache_places,
     epsilon,
+    inverse_scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -214,6 +215,9 @@ def _rotate_kernel(
     cached = (block * (PARTS * PAGE) + offset + tl.where(is_value, PAGE, 0)) * KV_HEADS + kv_head
     result = values.to(raw.dtype)
     tl.store(query + (token * HEADS + head)[:, None] * HEAD + number[None, :], result, mask=mask & is_query[:, None])
+    if kv.dtype.element_ty == tl.float8e4nv:
+        result = tl.clamp(result.to(tl.float32) * inverse_scale, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    result = result.to(kv.dtype.element_ty)
     tl.store(kv + cached[:, None] * HEAD + number[None, :], result, mask=mask & (head >= HEADS)[:, None])
 
 
@@ -233,6 +237,7 @@ def rotate_and_store(
     heads: int,
     rotation: RotationTables | None,
     norms: HeadNorms | None,
+    cache_scale: float = 1.0,
 ) -> Tensor:
     tokens = len(qkv)
     parts, page, kv_heads, head = kv_layer.shape[1:]
@@ -248,6 +253,7 @@ def rotate_and_store(
         kv_layer,
         cache_places,
         0.0 if norms is None else norms.epsilon,
+        1 / cache_scale,
         HEADS=heads,
         KV_HEADS=kv_heads,
         PARTS=parts,

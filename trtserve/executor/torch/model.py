@@ -87,6 +87,7 @@ class TorchModel:
                 layers=layers,
                 max_position=self.max_position,
                 windows=layer_windows(decoder.windows, windows, self.max_position, chunked=decoder.chunked),
+                narrow_cache=config.trtserve.kv_precision == "fp8",
             )
         self.adapters: AdapterStore | None = None
         if self.lora is not None:
@@ -101,7 +102,7 @@ class TorchModel:
         self._attending = [layer for layer in layers if layer not in without]
         self._key_layers = {layer: decoder.key_layer(layer) for layer in self._attending}
         numbers = (math.prod(self._block_shape(layer)) for layer in set(self._key_layers.values()))
-        self.bytes_per_block = sum(numbers) * self.decoder.dtype.itemsize
+        self.bytes_per_block = sum(numbers) * self.decoder.cache_dtype.itemsize
         numbers = (math.prod(table) for mixer in self._mixers.values() for table in mixer.tables)
         self.bytes_per_state = sum(numbers) * torch.float32.itemsize
         self._step_bytes = _step_bytes(config, sizes, self.decoder.dtype.itemsize)
@@ -129,7 +130,7 @@ class TorchModel:
         self.spare_block = num_blocks
         made = {
             layer: torch.zeros(
-                (num_blocks + 1, *self._block_shape(layer)), dtype=self.decoder.dtype, device=self.device
+                (num_blocks + 1, *self._block_shape(layer)), dtype=self.decoder.cache_dtype, device=self.device
             )
             for layer in set(self._key_layers.values())
         }

@@ -4,9 +4,9 @@
 
 Shapes: t new tokens of s sequences, H query heads and KV key/value heads of D numbers. The KV cache of a layer is one
 tensor [blocks, 2, tokens_per_block, KV, D], keys before values; [blocks, 1, …] where keys are values too
-(`Scores.turned`). A token's place in it is block * tokens_per_block +
-its offset in the block. `block_tables` i32[s, m] lists the blocks of each sequence; entries beyond its length are not
-read.
+(`Scores.turned`). It has the type of the hidden states, or FP8 codes, which are times a layer's scale. A token's place
+in it is block * tokens_per_block + its offset in the block. `block_tables` i32[s, m] lists the blocks of each sequence;
+entries beyond its length are not read.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ class Scores:
     """f32[H], a score per head that takes its share of the softmax and adds nothing."""
     turned: int = 0
     """Without these first numbers (rotated ones) a key is the value too, so that the cache holds it once."""
+    cache_scale: float = 1.0
+    """What the codes of an FP8 cache are times; its keys and values are apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +130,7 @@ class Operations(Protocol):
         heads: int,
         rotation: RotationTables | None,
         norms: HeadNorms | None,
+        cache_scale: float = 1.0,
     ) -> Tensor:
         """Norm and rotate queries and keys, write keys and values to the cache, and return the queries [t, H, D].
 

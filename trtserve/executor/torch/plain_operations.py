@@ -88,6 +88,7 @@ def rotate_and_store(
     heads: int,
     rotation: RotationTables | None,
     norms: HeadNorms | None,
+    cache_scale: float = 1.0,
 ) -> Tensor:
     _, parts, tokens_per_block, kv_heads, size = kv_layer.shape
     query, key, *values = qkv.view(len(qkv), -1, size).split([heads, *[kv_heads] * parts], dim=1)
@@ -97,7 +98,7 @@ def rotate_and_store(
         query, key = (rotate(states, positions, rotation) for states in (query, key))
     blocks, offsets = cache_places // tokens_per_block, cache_places % tokens_per_block
     for part, states in enumerate([key, *values]):
-        kv_layer[blocks, part, offsets] = states
+        kv_layer[blocks, part, offsets] = _fp8(states.float() * (1 / cache_scale)) if kv_layer.dtype == FP8 else states
     rotated: Tensor = query.contiguous()
     return rotated
 
@@ -186,7 +187,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tens
     new, heads, size = query.shape
     total, kv_heads, _ = keys.shape
     grouped = query.float().view(new, kv_heads, -1, size).permute(1, 2, 0, 3)  # [KV, H / KV, t, D]
-    products = grouped @ keys.float().permute(1, 2, 0).unsqueeze(1) * scores.scale
+    products = grouped @ keys.float().permute(1, 2, 0).unsqueeze(1) * (scores.scale * scores.cache_scale)
     if scores.soft_cap is not None:
         products = torch.tanh(products / scores.soft_cap) * scores.soft_cap
     key_index = torch.arange(total, device=query.device)
@@ -202,7 +203,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tens
         sinks = scores.sinks.view(kv_heads, -1, 1, 1).expand(*products.shape[:-1], 1)
         products = torch.cat([products, sinks], -1)
     shares = products.softmax(-1)[..., :total]
-    attended = shares @ values.float().transpose(0, 1).unsqueeze(1)  # [KV, H / KV, t, D]
+    attended = shares @ values.float().transpose(0, 1).unsqueeze(1) * scores.cache_scale  # [KV, H / KV, t, D]
     return attended.permute(2, 0, 1, 3).reshape(new, heads, -1).to(query.dtype)
 
 

@@ -18,7 +18,14 @@ from trtserve.artifacts import Checkpoint
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.architectures import family, parameter_count
-from trtserve.checkpoint.memory import ITEM_SIZE, PRECISIONS, kv_bytes_per_token, state_bytes, torch_step_bytes
+from trtserve.checkpoint.memory import (
+    ITEM_SIZE,
+    PRECISIONS,
+    cache_precision,
+    kv_bytes_per_token,
+    state_bytes,
+    torch_step_bytes,
+)
 from trtserve.checkpoint.quantized import AWQ, FP8, FP8_BY_TOKEN, GPTQ
 from trtserve.errors import DiskSpaceError, MissingDependencyError, UnsupportedModelError, UsageError
 from trtserve.executor.embedded import (
@@ -65,10 +72,14 @@ class TorchPlan(EmbeddedPlan):
 
     @property
     def precision(self) -> str:
-        return f"{self.weights_precision} weights, {self.compute_precision} arithmetic and KV cache"
+        compute, kv = self.compute_precision, self.kv_precision
+        return (
+            f"{self.weights_precision} weights, {compute} arithmetic{' and' if kv == compute else f', {kv}'} KV cache"
+        )
 
     def settings(self) -> dict[str, Any]:
-        return {**self.features.record(), "device": self.device, "tokens_per_block": TOKENS_PER_BLOCK}
+        narrow = {"kv_precision": self.kv_precision} if self.kv_precision != self.compute_precision else {}
+        return {**self.features.record(), **narrow, "device": self.device, "tokens_per_block": TOKENS_PER_BLOCK}
 
     def versions(self) -> dict[str, str]:
         return {"torch": self.torch}
@@ -99,6 +110,7 @@ class TorchRuntime(EmbeddedRuntime):
     narrower = "--quantize int8 or int4"
     float32_scales = True
     latent_once = True
+    fp8_cache = True
     rounds_fp8_inputs = True
     devices = ("cpu", "cuda")
     gpu_limits = GPU_LIMITS
@@ -126,18 +138,18 @@ class TorchRuntime(EmbeddedRuntime):
                 "The torch runtime runs on NVIDIA GPUs, and this machine has none.",
                 hint="Build on a machine with a GPU, or with --device cpu, which is slow.",
             )
-        _require_supported(config, spec, device)
+        kv_precision = cache_precision(config, spec.kv_precision)
+        _require_supported(config, kv_precision, device)
         features, remarks = resolve_features(config, spec)
-        needs = _needs(config, limits) if device == "cpu" else EngineNeeds()
-        precision = PRECISIONS[config.dtype]
+        needs = _needs(config, limits, kv_precision) if device == "cpu" else EngineNeeds()
         return TorchPlan(
             runtime=self.name,
             config=config.completed(),
             limits=limits,
             features=features,
             device=device,
-            compute_precision=precision,
-            kv_precision=precision,
+            compute_precision=PRECISIONS[config.dtype],
+            kv_precision=kv_precision,
             torch=version,
             tools={},
             memory_bytes=needs.build,
@@ -152,7 +164,7 @@ class TorchRuntime(EmbeddedRuntime):
         """Return the needs of an existing engine for the CPU from its `config.json`; 0 for one on GPUs."""
         if config.trtserve.device == "cuda":
             return EngineNeeds()
-        return _needs(config.model, limits_of(config))
+        return _needs(config.model, limits_of(config), config.trtserve.kv_precision)
 
 
 def _torch_version(device: Device) -> str:
@@ -181,7 +193,7 @@ def cuda_version() -> str | None:
     return version and version[1]
 
 
-def _require_supported(config: CheckpointConfig, spec: BuildSpec, device: Device) -> None:
+def _require_supported(config: CheckpointConfig, kv_precision: str, device: Device) -> None:
     algorithm = config.quantization.algorithm
     if algorithm is not None and algorithm not in _SUPPORTED:
         raise UnsupportedModelError(
@@ -196,27 +208,36 @@ def _require_supported(config: CheckpointConfig, spec: BuildSpec, device: Device
             hint="Convert the original model without --quantize.",
         )
     gpu = visible_gpu() if device == "cuda" else None
-    problem = None if gpu is None else missing_fp8(config, gpu.name, round(10 * float(gpu.capability)))
+    cache = kv_precision == "fp8"
+    problem = None
+    if gpu is not None:
+        problem = missing_fp8(config, gpu.name, round(10 * float(gpu.capability)), cache=cache)
     if problem is not None:
         raise UnsupportedModelError(
             problem,
-            hint="Convert the original model without --quantize, or use a newer GPU.",
+            hint="Convert the original model without --quantize, build without --kv-precision, or use a newer GPU.",
         )
-    if config.quantization.kv_cache_quant_algo is not None:
+    if config.quantization.kv_cache_quant_algo not in (None, FP8):
         raise UnsupportedModelError(
-            "The checkpoint carries scales for a quantised KV cache, which the torch runtime does not use.",
-            hint="Convert the original model without KV cache quantisation.",
+            f"The checkpoint carries scales for a {config.quantization.kv_cache_quant_algo} KV cache; the torch "
+            "runtime uses those for FP8 only.",
+            hint="Convert the original model without KV cache quantisation, and build with --kv-precision fp8.",
         )
     own = PRECISIONS[config.dtype]
-    if spec.kv_precision not in ("auto", own):
+    if kv_precision not in (own, "fp8"):
         raise UsageError(
-            f"--kv-precision {spec.kv_precision}: the torch runtime keeps keys and values in the type of the weights, "
-            f"{own}.",
+            f"--kv-precision {kv_precision}: the torch runtime keeps keys and values in the type of the weights, "
+            f"{own}, or in fp8.",
             hint="Leave out --kv-precision, or convert with another --dtype.",
+        )
+    if cache and family(config.architecture).decoder(config).latent is not None:
+        raise UnsupportedModelError(
+            f"{config.architecture} has latent attention, whose cache the torch runtime keeps in {own} only.",
+            hint="Build without --kv-precision.",
         )
 
 
-def _needs(config: CheckpointConfig, limits: Limits) -> EngineNeeds:
+def _needs(config: CheckpointConfig, limits: Limits, kv_precision: str) -> EngineNeeds:
     """Return the memory of an engine on the CPU. The weights stay in the mapped file, which does not count.
 
     A gated MLP joins two of its matrices, which is a copy.
@@ -229,7 +250,7 @@ def _needs(config: CheckpointConfig, limits: Limits) -> EngineNeeds:
         disk=parameter_count(config) * item,
         build=held,
         serving=held + torch_step_bytes(config, limits) + limits.max_batch_size * state_bytes(config),
-        kv_per_token=kv_bytes_per_token(config, PRECISIONS[config.dtype], latent_once=True),
+        kv_per_token=kv_bytes_per_token(config, kv_precision, latent_once=True),
         libraries=_LIBRARIES,
     )
 

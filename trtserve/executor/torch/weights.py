@@ -124,6 +124,22 @@ class EngineWeights:
             )
         return scales[0], scales[1] if static else None
 
+    def cache_scale(self, attention: str) -> float:
+        """Return what a layer's codes in an FP8 cache are times: 1 where the model was not calibrated for one.
+
+        Raises CorruptFileError when the file lacks the number or holds something else.
+        """
+        if self._config.quantization.kv_cache_quant_algo is None:
+            return 1.0
+        stored = self._stored_name(self._targets[f"{attention}.qkv.weight"])
+        name = f"{str(stored).removesuffix('qkv.weight')}kv_cache_scaling_factor"
+        if name not in self._file.entries:
+            raise CorruptFileError(f"{self._file.path} lacks the tensor {name}.", hint="Convert the model again.")
+        found = self._mapped(name).flatten().tolist()
+        if len(found) != 1 or not 0 < found[0] < math.inf:
+            raise CorruptFileError(f"{self._file.path}: {name} is {found}; expected one positive number.")
+        return float(found[0])
+
     def packed(self, name: str) -> tuple[PackedWeight, Tensor | None] | None:
         """Return a matrix of int8 or int4 codes and the factors f32[in] of its inputs, or None for other tensors.
 
@@ -154,6 +170,8 @@ class EngineWeights:
                     self.fp8_scales(name)
                 elif 2 * self._file.entries[stored].size != math.prod(self.shard(name).shape):
                     self._require_shape(name, stored, self._file.entries[stored].shape)
+                if name.endswith(".attention.qkv.weight"):
+                    self.cache_scale(name.removesuffix(".qkv.weight"))
 
     def _require_shape(self, name: str, stored: str, shape: tuple[int, ...]) -> None:
         if shape != (expected := self.shard(name).shape):
