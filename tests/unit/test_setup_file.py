@@ -348,6 +348,15 @@ def test_up_looks_again_when_its_start_meets_another_one(tmp_path: Path, monkeyp
     assert [server.name for server in bring_up(plan_setup(setup_of(tmp_path, FRONT))).servers] == ["front"]
 
 
+def test_up_names_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(setup_plan, "start_in_background", lambda *_, **__: server_record("front"))
+    file = tmp_path / "setup.yaml"
+    for ui in ("false", "true"):
+        file.write_text(FRONT.replace("true}", f"true, ui: {ui}}}"), encoding="utf-8")
+        assert run(["up", str(file)]) == 0
+        assert ("Page: http://127.0.0.1:1/" in capsys.readouterr().err) == (ui == "true")
+
+
 def test_the_plan_names_what_a_restart_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,6 +83,7 @@ _SYNONYMS = {
     "webui": "page|browser",
     "ui": "page|browser",
     "openwebui": r"open[\W_]webui",
+    "logprobs": r"log[\W_]prob",
 }
 # Words of questions that an option answers, and that its help does not have.
 _ASKED_FOR = {

@@ -108,12 +108,16 @@ def up(
         print_json("up", {"models": models, "servers": ready, "jobs": written, "benchmarks": benchmarks})
     _require_limits(results)
     if not quiet and not json:
-        _print_next(brought, file)
+        _print_next(plan, brought, file)
 
 
-def _print_next(brought: Brought, file: Path) -> None:
+def _print_next(plan: SetupPlan, brought: Brought, file: Path) -> None:
     for step in (step for each in brought.jobs for step in each.next_steps):
         say(step)
+    pages = {each.setup.name for each in plan.servers if each.setup.spec.ui}
+    for server in brought.servers:
+        if server.name in pages:
+            say(f"Page: {server.url}/")
     if brought.servers:
         which = "" if len(brought.servers) == 1 else f" --server {brought.servers[0].name}"
         say(f'Try: trtserve query "What is ML?"{which}')
