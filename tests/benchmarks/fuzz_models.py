@@ -65,7 +65,9 @@ def main() -> int:
         asyncio.run(fuzz.run())
         used = settled(server)
     wrong = [*fuzz.wrong, *([f"{used} KV blocks are in use after the last request"] if used else [])]
-    sys.stdout.write(f"{asked.requests} requests in {fuzz.seconds:.0f} s, the longest {fuzz.longest:.1f} s\n")
+    longest, kind, seed = fuzz.longest
+    sys.stdout.write(f"{asked.requests} requests in {fuzz.seconds:.0f} s\n")
+    sys.stdout.write(f"the longest {longest:.1f} s: {kind} <- {fuzz.body(seed)[:1500]}\n")
     for kind, count in sorted(fuzz.ended.items()):
         sys.stdout.write(f"  {kind}: {count}\n")
     for name, sizes in fuzz.memory.items():
@@ -81,7 +83,8 @@ class _Fuzz:
         self._memory: dict[int, list[int]] = {}
         self.ended: Counter[str] = Counter()
         self.wrong: list[str] = []
-        self.longest = self.seconds = 0.0
+        self.longest, self.seconds = (0.0, "", 0), 0.0
+        """Seconds, kind and seed of the longest request."""
         self.memory: dict[str, list[int]] = {}
         """MiB of each process at every tenth of the requests."""
 
@@ -127,9 +130,9 @@ class _Fuzz:
             except (aiohttp.ClientError, OSError) as error:
                 kind, text = f"{kind} lost", f"{type(error).__name__}: {error}"
             self.ended[kind] += 1
-            self.longest = max(self.longest, time.monotonic() - began)
+            self.longest = max(self.longest, (time.monotonic() - began, kind, seed))
             if kind.endswith((" 500", " hang", " lost")) or any(each in text for each in _BLAMES_US):
-                self.wrong.append(f"seed {seed}: {kind}: {text[:600]} <- {self.last_body(seed)[:1500]}")
+                self.wrong.append(f"seed {seed}: {kind}: {text[:600]} <- {self.body(seed)[:1500]}")
 
     def _measure(self) -> None:
         for each in self._processes():
@@ -138,7 +141,7 @@ class _Fuzz:
     def _processes(self) -> list[ProcessId]:
         return [*self._server.roots, *(stub for instance in self._server.instances for stub in instance.stubs)]
 
-    def last_body(self, seed: int) -> str:
+    def body(self, seed: int) -> str:
         """Make a request again, for the report."""
         chance = random.Random(seed)
         kind = chance.choice(("http", "http", "grpc"))

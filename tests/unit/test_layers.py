@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -286,3 +287,23 @@ def test_no_code_compares_with_the_name_of_a_runtime() -> None:
         if word in RUNTIMES and (relative, word) not in COMPARED
     ]
     assert not found, "ask the runtime (specs/runtime.py)"
+
+
+# Modules that write a date for people or files. Everything else measures with the monotonic clock, or since the boot.
+DATED = {
+    "executor/engine/recorder.py",
+    "executor/vllm/engine.py",
+    "gateway/many.py",
+    "gateway/openai/answering.py",
+    "gateway/openai/answers.py",
+    "gateway/openai/responses.py",
+    "gateway/openai/served.py",
+    "gateway/request_log.py",
+    "server/state.py",
+}
+
+
+def test_no_duration_depends_on_the_time_of_day() -> None:
+    clock = re.compile(r"\btime\.time(_ns)?\b|from time import")
+    reading = {path for path in PACKAGE.rglob("*.py") if clock.search(path.read_text(encoding="utf-8"))}
+    assert {str(path.relative_to(PACKAGE)) for path in reading} == DATED
