@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.checkpoints import convert_tiny
+from tests.support.executors import collect
 from tests.support.paged_steps import PagedSteps
 from tests.support.reference_decoder import ReferenceDecoder
 from tests.support.stages import build_engine
@@ -20,6 +21,10 @@ from tests.support.tiny_models import read_safetensors, write_safetensors
 from trtserve.artifacts import Checkpoint
 from trtserve.checkpoint.unified import read_config
 from trtserve.errors import CorruptFileError, UnsupportedModelError, UsageError
+from trtserve.executor import api
+from trtserve.executor.engine.limits import resolve_limits
+from trtserve.executor.interface.convert import engine_options
+from trtserve.executor.loaders import load_model, read_engine_config
 from trtserve.executor.torch import runtime
 from trtserve.pipeline.build import plan_build
 from trtserve.pipeline.gpu_fit import GPUS, fit_gpu
@@ -159,3 +164,35 @@ def test_it_needs_a_gpu_with_fp8(
     else:
         with pytest.raises(UnsupportedModelError, match=r"An FP8 KV cache needs a GPU of compute capability 8\.9"):
             plan_build(checkpoint, spec)
+
+
+def test_reused_blocks_and_beams_give_the_same_answers_again(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """The second round finds the blocks of the first; beams copy blocks."""
+    spec = replace(NARROW, max_beam_width=2)
+    engine = build_engine(checkpoint, spec, out=tmp_path / "engine")
+    cache = api.KvCacheConfig(max_tokens=1024, enable_block_reuse=True)
+    config = api.ExecutorConfig(max_beam_width=2, enable_chunked_context=True, kv_cache_config=cache)
+    options = engine_options(config)
+    model: Any = load_model(engine.path, options)
+    limits = resolve_limits(read_engine_config(engine.path), options)
+    rounds = []
+    with api.Executor.from_model(model, limits, config) as executor:
+        assert executor.kv_cache_bytes == 1024 * 2 * 2 * 2 * 16
+        for _ in range(2):
+            ids = executor.enqueue_requests(
+                [
+                    api.Request(
+                        [3 + (7 * number + 5 * place) % 250 for place in range(70)],
+                        12,
+                        sampling_config=api.SamplingConfig(beam_width=1 + number % 2),
+                        end_id=2,
+                    )
+                    for number in range(3)
+                ]
+            )
+            answers = collect(executor, ids)
+            rounds.append([answers[number][-1].result.output_token_ids for number in ids])
+        (*_, last) = executor.get_latest_iteration_stats()
+    assert rounds[0] == rounds[1]
+    assert last.kv_cache_stats is not None
+    assert last.kv_cache_stats.reused_blocks > 0
