@@ -18,7 +18,9 @@ from tokenizers import Tokenizer
 import trtserve
 from tests.support.sampling_requests import VOCAB, build_tiny_engine
 from trtserve.executor import api
+from trtserve.executor.engine import guide_trial
 from trtserve.executor.engine.guided import LONGEST_QUEUE
+from trtserve.executor.engine.limits import GuideTokenizer
 from trtserve.executor.engine.requests import GuideType
 
 END = 2
@@ -249,3 +251,10 @@ def test_requests_that_wait_for_their_guides_are_answered_before_the_end(folder:
     reader.join(ANSWERED)
     assert responses
     assert not responses[0].has_error()
+
+
+def test_an_attempt_without_a_processor_is_not_called_too_long(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (folder / "model" / "tokenizer.json").read_text(encoding="utf-8")
+    tokenizer = guide_trial.read_tokenizer(GuideTokenizer(text=text))
+    monkeypatch.setattr(guide_trial, "WAITED", 1e-4)
+    assert guide_trial._try_in_fork(tokenizer, GuideType.REGEX, "a+", 1.0) == {"starved": True}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
@@ -16,6 +16,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 import trtserve
+from tests.support.guide_trials import TrialInThisProcess
 from tests.support.tiny_models import write_byte_tokenizer
 from trtserve.executor.engine import guided
 from trtserve.executor.engine.guide_trial import PlainVocabulary
@@ -425,3 +426,20 @@ def test_guides_from_many_threads(bytes_alone: Any) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(64)))
+
+
+def test_a_guide_that_no_processor_was_free_for_is_refused_for_the_moment(bytes_alone: Any) -> None:
+    """The second of its attempts has 20 s; a later request gets an attempt of its own."""
+    starved = [{"starved": True}, {"starved": True}]
+
+    class BusyMachine(TrialInThisProcess):
+        def ask(self, request: Mapping[str, Any]) -> Any:
+            return starved.pop() if starved else super().ask(request)
+
+    factory, source, found = factory_of(bytes_alone), params(GuideType.REGEX, "a+"), Queue[CompiledGuide]()
+    with patch.object(guided, "_trial", BusyMachine):
+        factory.compile(source, found.put, lambda: True)
+        error = found.get(timeout=60).error
+        assert error is not None
+        assert re.search("REGEX was not compiled within 20 s, because other processes .* try again later", error)
+        assert accepts(guide_of(factory, source, end_id=END), bytes_alone, "aa")

@@ -225,7 +225,7 @@ GUIDE_SECONDS = 2.0  # seconds of CPU time in which a guide must be compiled
 GUIDE_MEMORY = 256 << 20  # bytes of memory that compiling a guide may need
 KEPT_MEMORY = 64 << 20  # bytes of memory that a compiled guide may keep
 
-_WAITED = 10  # times as long, where other processes have the CPU
+WAITED = 10  # times as long, where other processes have the CPU
 _STACK = 2 << 20  # less than any thread of the engine that uses guides has
 _NICENESS = 5  # requests that run already come first
 
@@ -251,7 +251,8 @@ def main() -> None:
 def _try_in_fork(tokenizer: LLTokenizer, kind: GuideType, guide: str, seconds: float) -> dict[str, Any]:
     """Return `grammar` and `bytes` of a guide within the bounds.
 
-    Else `late` after `seconds`, `invalid` or `excess` (a reason), or `died`.
+    Else `late` after `seconds`, `starved` where other processes kept it from taking them, `invalid` or `excess` (a
+    reason), or `died`.
     """
     reading, writing = os.pipe()
     child = os.fork()
@@ -268,8 +269,10 @@ def _try_in_fork(tokenizer: LLTokenizer, kind: GuideType, guide: str, seconds: f
     with os.fdopen(reading, "rb") as pipe:
         given = pipe.read()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code in (-signal.SIGPROF, -signal.SIGALRM):
+    if code == -signal.SIGPROF:
         return {"late": True}
+    if code == -signal.SIGALRM:
+        return {"starved": True}
     if code == -signal.SIGABRT or (code == 0 and not given):
         return {"excess": f"more than {GUIDE_MEMORY >> 20} MiB of memory"}
     if code == -signal.SIGSEGV:
@@ -285,7 +288,7 @@ def _bound(seconds: float) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it does
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, seconds)
-    signal.setitimer(signal.ITIMER_REAL, seconds * _WAITED)
+    signal.setitimer(signal.ITIMER_REAL, seconds * WAITED)
     resource.setrlimit(resource.RLIMIT_AS, (_memory()[0] + GUIDE_MEMORY,) * 2)
     resource.setrlimit(resource.RLIMIT_STACK, (_STACK, resource.getrlimit(resource.RLIMIT_STACK)[1]))
 

@@ -29,6 +29,7 @@ from trtserve.executor.engine.guide_trial import (
     FIRST_SECONDS,
     GUIDE_SECONDS,
     TOKEN_SECONDS,
+    WAITED,
     compiled,
     limit_reason,
     read_tokenizer,
@@ -252,8 +253,11 @@ class GuideFactory:
             return CompiledGuide(error=f"The guide could not be compiled: the process that tries it {error}"), False
         if "invalid" in answer:
             return CompiledGuide(error=f"The guide of type {kind} is invalid: {answer['invalid']}"), True
-        if "late" in answer:
+        if "late" in answer or ("starved" in answer and seconds < GUIDE_SECONDS):
             return None
+        if "starved" in answer:
+            reason = f"not compiled within {WAITED * seconds:g} s, because other processes have the processors"
+            return CompiledGuide(error=f"The guide of type {kind} was {reason}. Please try again later"), False
         if "excess" in answer:
             return CompiledGuide(error=_excess(source, answer["excess"])), True
         if "died" in answer:
