@@ -89,8 +89,8 @@ def test_a_repository_without_an_import_is_listed_with_its_server() -> None:
 
 def test_a_server_of_another_build_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     older = _imported("mine", mark="1")
-    newer = _imported("mine", mark="2", at="2026-02-01")
     _imported("other", mark="3")
+    newer = _imported("mine", mark="2", at="2026-02-01")
     _serving("elsewhere", Path(older.repository))
     assert [(e.name, e.server, e.other_build) for e in list_imported()] == [
         ("mine", "elsewhere", True),
