@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 
@@ -17,6 +19,28 @@ _MEMORY = 14
 _NO_MEMORY = b"error: Out of memory.\nnext:  Free some, or raise the limit of this shell (ulimit -v).\n"
 
 
+class _Messages(io.TextIOWrapper):
+    """The stream of messages and logs. What a full disk does not take is lost: no work ends because of a message."""
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError as error:
+            return _lost(error, len(text))
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as error:
+            _lost(error, 0)
+
+
+def _lost(error: OSError, length: int) -> int:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        raise error
+    return length
+
+
 def _end_at_once(number: int, _: object) -> NoReturn:
     os._exit(_SIGNALLED + number)
 
@@ -30,7 +54,6 @@ if __name__ == "__main__" or sys.argv[0].endswith("/trtserve"):
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    import errno
     import gc
     import signal
 
@@ -39,6 +62,9 @@ def main() -> None:
     # Of transformers only tokenizers are used; its advice to install PyTorch would mislead.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     prepare_streams()
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        buffer = io.BufferedWriter(io.FileIO(sys.stderr.fileno(), "w", closefd=False))
+        sys.stderr = _Messages(buffer, sys.stderr.encoding, sys.stderr.errors, line_buffering=True)
     try:
         from trtserve.cli import run
         from trtserve.process.signals import raise_interrupt

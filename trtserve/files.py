@@ -9,6 +9,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import stat
 import time
 from collections.abc import Iterator
@@ -41,12 +42,13 @@ _TRIES, _PAUSE = 5, 0.01
 _LONGEST_NAME, _LONGEST_PATH = 256, 4000
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
-_NO_PLACE = frozenset({errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOENT})
+_TAKEN = frozenset({errno.ENOTDIR, errno.EISDIR, errno.EEXIST})
+_NO_PLACE = _TAKEN | {errno.ENOENT}
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn file system errors in the block into DiskSpaceError or ArtifactError for `path`."""
+    """Turn file system errors in the block into DiskSpaceError, ArtifactError or UsageError for `path`."""
     try:
         yield
     except OSError as error:
@@ -58,9 +60,21 @@ def writing(path: Path) -> Iterator[None]:
 
 def writing_error(error: OSError, path: Path) -> TrtserveError | None:
     """Return the error that explains why `path` cannot be made or removed, or None for any other OSError."""
-    if error.errno in _NO_PLACE:
+    if error.errno not in _NO_PLACE:
+        return file_error(error, path, "written")
+    target = Path(os.path.realpath(path))
+    around = next(folder for folder in target.parents if os.path.lexists(folder))
+    hint = "Choose another place."
+    if not around.is_dir():
+        reason = f"{around} is not a folder"
+    elif around != target.parent:
+        reason = f"the folder {target.parent} does not exist"
+        hint = f"Make it (mkdir -p {shlex.quote(str(target.parent))}), or choose another place."
+    elif error.errno in _TAKEN and os.path.lexists(target):
+        reason = "it is a folder" if target.is_dir() else "it is a file, not a folder"
+    else:
         return _refused(error, path, "written")
-    return file_error(error, path, "written")
+    return UsageError(f"{path} cannot be written: {reason}.", hint=hint)
 
 
 def file_error(error: OSError, path: Path, verb: str = "read or written") -> TrtserveError | None:
@@ -80,12 +94,13 @@ def file_error(error: OSError, path: Path, verb: str = "read or written") -> Trt
             f"{path} cannot be opened: too many files are open ({whose}).", hint="Allow more: ulimit -n 4096"
         )
     if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-        return UsageError(f"{path} is not a valid path: {error.strerror}.", hint="Give the name of a file or a folder.")
+        return UsageError(f"{path} is not a valid path: {error.strerror}.", hint="Choose another place.")
     return _refused(error, path, verb) if error.errno in _FORBIDDEN else None
 
 
 def _refused(error: OSError, path: Path, verb: str) -> ArtifactError:
-    where = f" ({error.filename})" if error.filename and str(error.filename) != str(path) else ""
+    place = Path(error.filename or path)
+    where = "" if place == path or place.name.startswith(".") else f" ({place})"  # hidden: a lock, or what is staged
     return ArtifactError(
         f"{path} cannot be {verb}: {error.strerror}{where}.",
         hint="Choose another place (TRTSERVE_HOME for the store), or correct the permissions.",
@@ -370,21 +385,44 @@ def _path(kind: type[Path], value: object) -> Path:
     return Path(value)
 
 
-def write_whole(path: Path, text: str, *, mode: int | None = None) -> None:
-    """Write a file, with these permissions, or nothing: on a full disk an older file stays, and no part is left.
+def make_folder(folder: Path) -> None:
+    """Make a folder, unless it is there. Raises TrtserveError as `writing` does."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
 
-    Raises TrtserveError as `writing` does.
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a hidden file next to `path`, which takes its place in one rename if the block ends well.
+
+    Otherwise, as on a full disk, an older file stays, and no part is left. Of a link, the target is replaced. What is
+    no file, such as /dev/stdout, is yielded itself. Another process that replaces the file waits. Raises TrtserveError
+    as `writing` does.
     """
-    staged = path.with_name(f".{path.name}.partial")
+    target = Path(os.path.realpath(path))
+    staged = target.with_name(f".{target.name}.partial")
     with writing(path):
-        try:
-            staged.write_text(text, encoding="utf-8")
-            if mode is not None:
-                staged.chmod(mode)
-            staged.replace(path)
-        except BaseException:
-            staged.unlink(missing_ok=True)
-            raise
+        if path.exists() and not path.is_file():
+            yield path
+            return
+        if not target.parent.is_dir():  # `locked` would make it
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        with locked(target.with_name(f".{target.name}.lock")):
+            try:
+                yield staged
+                staged.replace(target)
+            except BaseException:
+                with suppress(OSError):  # the error that tells more is already on its way
+                    staged.unlink(missing_ok=True)
+                raise
+
+
+def write_whole(path: Path, text: str, *, mode: int | None = None) -> None:
+    """Write a file with these permissions as `replacing` does: all of it or nothing."""
+    with replacing(path) as staged:
+        staged.write_text(text, encoding="utf-8")
+        if mode is not None and staged.is_file():  # not of a device
+            staged.chmod(mode)
 
 
 def write_json(path: Path, content: object, *, private: bool = False) -> None:
@@ -392,10 +430,14 @@ def write_json(path: Path, content: object, *, private: bool = False) -> None:
 
     Other users cannot read a `private` file.
     """
-    staged = path.with_name(f".{path.name}.partial")
-    with writing(path), locked(path.with_name(f".{path.name}.lock")):
+    make_folder(path.parent)
+    with replacing(path) as staged:
         if private:
             staged.touch()
             staged.chmod(0o600)
-        staged.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
-        staged.replace(path)
+        staged.write_text(json_text(content), encoding="utf-8")
+
+
+def json_text(content: object) -> str:
+    """Return JSON for people to read, and the line break at its end."""
+    return json.dumps(content, indent=2, default=str) + "\n"

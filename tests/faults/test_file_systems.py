@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny_models import write_tiny_model
+from trtserve.errors import DiskSpaceError, UsageError
 from trtserve.server.doctor.stub import write_probe_repository
 
 pytestmark = pytest.mark.triton
@@ -78,7 +79,7 @@ def test_the_disk_becomes_full_under_a_server(probe: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("free", "stage"), [(20, "models"), (3_000, "checkpoints"), (9_000, "engines")], ids=["import", "convert", "build"]
+    ("free", "stage"), [(20, "models"), (3_000, "checkpoints"), (9_000, "engines"), (15_000, "engines")]
 )
 def test_the_disk_becomes_full_under_an_import(free: int, stage: str, model: str, tmp_path: Path) -> None:
     script = """
@@ -100,6 +101,37 @@ def test_the_disk_becomes_full_under_an_import(free: int, stage: str, model: str
     kept = sorted(Path(line).parent.name for line in result(tmp_path, "left").splitlines())
     assert kept == sorted(finished[: finished.index(stage)])
     assert json.loads(result(tmp_path, "again"))["result"]
+
+
+def test_the_disk_is_full_before_a_start(probe: str, tmp_path: Path) -> None:
+    script = """
+        mount -t tmpfs -o size=8m tmpfs "$TRTSERVE_HOME"
+        dd if=/dev/zero of="$TRTSERVE_HOME/full" bs=1k 2> /dev/null || true
+        start="trtserve start --model-repository $REPOSITORY --detach --auto-ports --raw-http --quiet"
+        $start 2> "$RESULTS/errors" || echo $? > "$RESULTS/code"
+        find "$TRTSERVE_HOME" -name '.*' > "$RESULTS/left"
+        rm "$TRTSERVE_HOME/full"
+        $start
+        trtserve stop --quiet
+    """
+    mounted(script, tmp_path, REPOSITORY=probe)
+    assert result(tmp_path, "code") == "13\n"
+    assert "cannot be written: the disk is full" in result(tmp_path, "errors")
+    assert result(tmp_path, "left") == ""
+
+
+def test_messages_that_a_full_disk_does_not_take_end_no_command(tmp_path: Path) -> None:
+    """Neither its work nor its code depends on where its messages go; what it prints as data must arrive."""
+    trtserve = [sys.executable, "-m", "trtserve"]
+    with Path("/dev/full").open("w") as full:
+        made = subprocess.run([*trtserve, "init", str(tmp_path / "a.yaml")], stderr=full, check=False)
+        assert (made.returncode, (tmp_path / "a.yaml").exists()) == (0, True)
+        assert subprocess.run([*trtserve, "nosuch"], stderr=full, check=False).returncode == UsageError.code
+        lost = subprocess.run([*trtserve, "models"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (lost.returncode, lost.stderr.splitlines()[0]) == (
+        DiskSpaceError.code,
+        "error: The output cannot be read or written: the disk is full.",
+    )
 
 
 def test_a_read_only_store(model: str, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import fcntl
 import os
 import resource
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -55,8 +55,11 @@ def test_a_task_goes_on_where_the_reports_are_read(capsys: pytest.CaptureFixture
 
 
 def test_an_error_keeps_its_class_and_its_advice() -> None:
-    error = PortInUseError("taken", hint="choose another", log=Path("/log"))
-    (report,) = reported(lambda report: report.failed(error))
+    def fail(report: StartReport) -> None:
+        with suppress(PortInUseError), report.reporting():
+            raise PortInUseError("taken", hint="choose another", log=Path("/log"))
+
+    (report,) = reported(fail)
     again = report.error
     assert isinstance(again, PortInUseError)
     assert (again.message, again.hint, again.log) == ("taken", "choose another", Path("/log"))

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.tiny_decoders import DECODERS, LLAMA, TinyDecoder, tiny_decoder
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.errors import ArtifactError, UnsupportedModelError
+from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.executor.engine.shapes import Sizes
 from trtserve.executor.openvino.graph import build_graph, save_graph
 from trtserve.executor.openvino.weight_quantization import Packing
@@ -59,5 +59,5 @@ def test_rotation_larger_than_the_head_is_refused() -> None:
 def test_a_failed_write_says_why(tmp_path: Path) -> None:
     tiny: TinyDecoder = DECODERS["llama"]
     (tmp_path / "file").touch()
-    with pytest.raises(ArtifactError, match="Not a directory"):
+    with pytest.raises(UsageError, match="it is a file, not a folder"):
         save_graph(build_graph(tiny.decoder, tiny.sizes, tiny), tmp_path / "file" / "rank0.xml")

@@ -313,7 +313,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_manifest_is_not_written_over_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="Is a directory"):
+    with pytest.raises(UsageError, match="it is a folder"):
         write_job(ClusterJob(files={tmp_path: ""}))
 
 

@@ -211,7 +211,7 @@ def test_token_ids_from_a_file_or_the_command_line(tmp_path: Path, monkeypatch: 
         (["hi", "--ssl", "--private-key", "x.pem"], "must be given together"),
         (["hi", "--ssl", "--root-certificates", "/nowhere.pem"], "--root-certificates is /nowhere.pem"),
         (["hi", "--beam-width", "0"], "--beam-width is 0"),
-        (["hi", "--output-dir", "/dev/null/x"], "the folder cannot be created"),
+        (["hi", "--output-dir", "/dev/null/x"], "/dev/null is not a folder"),
         (["hi", "--stop-words", "\udce9"], "--stop-words is not UTF-8"),
         (["hi", "--system", "\udce9"], "--system is not UTF-8"),
         (["hi", "--input", "x=\udce9"], "--input is not UTF-8"),

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.recorded_progress import Lines
 from trtserve.cli import run
-from trtserve.errors import ArtifactError, RepositoryError, UsageError
+from trtserve.errors import RepositoryError, UsageError
 from trtserve.repository.config import parse_config, read_config
 from trtserve.repository.templates import fill_templates, parse_substitutions, write_filled
 
@@ -185,7 +185,7 @@ def test_a_template_can_be_named_by_its_file(models: Path, tmp_path: Path) -> No
 def test_an_out_folder_below_a_file_is_explained(models: Path, tmp_path: Path) -> None:
     filled = fill_templates(models / "tensorrt_llm", NEEDED, release="0.19", drop_unset=True)
     (tmp_path / "file").touch()
-    with pytest.raises(ArtifactError, match="Not a directory"):
+    with pytest.raises(UsageError, match="file is not a folder"):
         write_filled(models / "tensorrt_llm", filled, tmp_path / "file" / "out")
 
 

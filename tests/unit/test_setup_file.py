@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
+from tests.support.full_disk import full_disk
 from tests.support.server_records import server_record
 from tests.support.setup_schema import validate_setup
 from trtserve.artifacts import Engine
@@ -41,17 +39,6 @@ def setup_of(tmp_path: Path, text: str) -> Setup:
     file = tmp_path / "setup.yaml"
     file.write_text(text, encoding="utf-8")
     return read_setup(file)
-
-
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """Let every file end after its first byte, as on a disk without space for more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -198,17 +185,25 @@ def test_schema_refuses_too(content: dict[str, Any]) -> None:
 
 
 def test_init_leaves_nothing_on_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with full_disk():
+    with full_disk(room=1):
         code = run(["init", str(tmp_path / "new.yaml")])
     assert code == DiskSpaceError.code
     assert "cannot be written" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_next_command_can_be_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["init", "my models.yaml"]) == 0
+    assert capsys.readouterr().err == "Next: trtserve up 'my models.yaml'\n"
+
+
 def test_a_file_that_cannot_be_replaced_on_a_full_disk_stays(tmp_path: Path) -> None:
     file = tmp_path / "job.sh"
     file.write_text("old", encoding="utf-8")
-    with full_disk(), pytest.raises(DiskSpaceError):
+    with full_disk(room=1), pytest.raises(DiskSpaceError):
         write_whole(file, "new")
     assert (list(tmp_path.iterdir()), file.read_bytes()) == ([file], b"old")
 

@@ -10,6 +10,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -40,7 +41,7 @@ from trtserve.pipeline.travel import pull, push
 from trtserve.repository.assembling import plan_repository
 from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import RepositorySpec
-from trtserve.store import Store, remote
+from trtserve.store import NameRecord, Store, remote
 from trtserve.store.remote import Blob, Layout, open_file_system, parse_target
 
 
@@ -91,6 +92,29 @@ def test_a_repository_arrives_as_it_was(built: tuple[Engine, ModelRepository], t
     assert list(store.downloads.iterdir()) == []
     assert pull(f"{target}:v1", any_machine=True, store=store).missing == 0
     assert pull(f"{target}@{sent.digest}", any_machine=True, store=store).missing == 0
+
+
+def test_a_pull_into_the_store_that_made_it_keeps_its_record(
+    built: tuple[Engine, ModelRepository], tmp_path: Path
+) -> None:
+    target, store = str(tmp_path / "shelf"), Store(tmp_path / "other")
+    push(str(built[1].path), target)
+    path = str(pull(target, any_machine=True, store=store).artifact.path)
+    made = NameRecord(
+        name="tiny",
+        source="org/tiny",
+        model="/model",
+        checkpoint="/checkpoint",
+        engine="/engine",
+        repository=path,
+        imported="2026-01-01T00:00:00+00:00",
+        spec={"max_batch_size": 2},
+    )
+    store.record(made)
+    assert pull(target, any_machine=True, store=store).missing == 0
+    (record,) = store.recorded()
+    assert replace(record, imported=made.imported) == made
+    assert record.imported > made.imported  # `start` serves what was asked for last
 
 
 def test_no_weights_move_to_a_machine_that_cannot_serve_them(
@@ -288,6 +312,13 @@ def test_what_was_changed_since_it_was_built_is_not_pushed(
     (got.artifact.path / "preprocessing" / "1" / "model.py").write_text("import os\n")
     with pytest.raises(CorruptFileError, match="has another content than when it was made"):
         push(str(got.artifact.path), str(tmp_path / "shelf"))
+
+
+def test_a_place_below_a_file_is_no_network(built: tuple[Engine, ModelRepository], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"is not a folder|is a file, not a folder") as caught:
+        push(str(built[1].path), str(tmp_path / "file" / "shelf"))
+    assert caught.value.hint == "Choose another place."
 
 
 @pytest.mark.parametrize(

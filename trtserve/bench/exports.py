@@ -9,14 +9,16 @@ import csv
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from trtserve.bench.records import RequestRecord, first_token_ms, latency_ms, per_token_ms, write_records
+from trtserve.bench.records import FILE_NAME, RequestRecord, first_token_ms, latency_ms, per_token_ms
 from trtserve.bench.report import REPORT, SAMPLES, BenchReport
-from trtserve.files import write_json
+from trtserve.files import json_text, make_folder, replacing
 
 _PERCENTILES = (99, 95, 90, 75, 50, 25)
 _AIPERF_PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
@@ -39,17 +41,18 @@ _TOKENS = ("output_sequence_length", "input_sequence_length")
 
 
 def write_result(report: BenchReport, folder: Path) -> None:
-    """Write the report, one line per planned request and the samples, and the files of NVIDIA's tools."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_records(report.records, folder)
-    lines = (json.dumps(row) + "\n" for row in report.samples.rows)
-    (folder / SAMPLES).write_text("".join(lines), encoding="utf-8")
-    write_json(folder / REPORT, report.to_json())
-    _write_exports(report, folder)
+    """Write the report, one line per planned request and the samples, and the files of NVIDIA's tools.
+
+    An older result is replaced when all of them are written: on a full disk it stays.
+    """
+    make_folder(folder)
+    with ExitStack() as files:
+        for name, text in _texts(report):
+            files.enter_context(replacing(folder / name)).write_text(text, encoding="utf-8", newline="")
 
 
-def _write_exports(report: BenchReport, folder: Path) -> None:
-    """Write each tool's figures as JSON and CSV, and its file of single requests, `profile_export.json` or `.jsonl`."""
+def _texts(report: BenchReport) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of each file; each tool's figures are JSON and CSV, its requests JSON."""
     completed = [record for record in report.records if record.status == "completed"]
     values = {name: found for name, found in _values(completed, streaming=report.streaming).items() if found[1]}
     statistics = report.statistics
@@ -58,13 +61,20 @@ def _write_exports(report: BenchReport, folder: Path) -> None:
         "request_throughput": ("requests/sec", statistics.requests_per_second),
         "request_count": ("requests", float(statistics.counts.completed)),
     }
-    write_json(folder / "profile_export_genai_perf.json", _genai_perf(values, totals, report))
-    write_json(folder / "profile_export.json", _raw_profile(report))
-    write_json(folder / "profile_export_aiperf.json", _aiperf(values, totals, report))
-    _write_csv(folder / "profile_export_genai_perf.csv", values, totals, genai=True)
-    _write_csv(folder / "profile_export_aiperf.csv", values, totals, genai=False)
-    lines = (json.dumps(_aiperf_record(record)) + "\n" for record in report.records if record.sent_ns is not None)
-    (folder / "profile_export.jsonl").write_text("".join(lines), encoding="utf-8")
+    sent = (record for record in report.records if record.sent_ns is not None)
+    yield FILE_NAME, _lines(record.to_json() for record in report.records)
+    yield SAMPLES, _lines(report.samples.rows)
+    yield REPORT, json_text(report.to_json())
+    yield "profile_export_genai_perf.json", json_text(_genai_perf(values, totals, report))
+    yield "profile_export.json", json_text(_raw_profile(report))
+    yield "profile_export_aiperf.json", json_text(_aiperf(values, totals, report))
+    yield "profile_export_genai_perf.csv", _csv(values, totals, genai=True)
+    yield "profile_export_aiperf.csv", _csv(values, totals, genai=False)
+    yield "profile_export.jsonl", _lines(map(_aiperf_record, sent))
+
+
+def _lines(rows: Iterable[object]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 Values = Mapping[str, tuple[str, list[float]]]
@@ -217,17 +227,18 @@ def _aiperf_record(record: RequestRecord) -> dict[str, Any]:
     }
 
 
-def _write_csv(path: Path, values: Values, totals: Totals, *, genai: bool) -> None:
+def _csv(values: Values, totals: Totals, *, genai: bool) -> str:
     percentiles = _PERCENTILES if genai else _AIPERF_PERCENTILES
     names = ["avg", "min", "max", *(f"p{each}" for each in percentiles), *([] if genai else ["std"])]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["Metric", *names])
-        for name, (unit, each) in values.items():
-            figures = _figures(each, percentiles, sample=not genai)
-            title = _TITLES[name] if genai and name in _TOKENS else f"{_TITLES[name]} ({unit})"
-            writer.writerow([title, *(f"{figures[key]:{',.2f' if genai else '.2f'}}" for key in names)])
-        writer.writerow([])
-        writer.writerow(["Metric", "Value"])
-        for name, (unit, value) in totals.items():
-            writer.writerow([f"{_TITLES[name]}{' (per sec)' if unit.endswith('/sec') else ''}", f"{value:.2f}"])
+    text = StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["Metric", *names])
+    for name, (unit, each) in values.items():
+        figures = _figures(each, percentiles, sample=not genai)
+        title = _TITLES[name] if genai and name in _TOKENS else f"{_TITLES[name]} ({unit})"
+        writer.writerow([title, *(f"{figures[key]:{',.2f' if genai else '.2f'}}" for key in names)])
+    writer.writerow([])
+    writer.writerow(["Metric", "Value"])
+    for name, (unit, value) in totals.items():
+        writer.writerow([f"{_TITLES[name]}{' (per sec)' if unit.endswith('/sec') else ''}", f"{value:.2f}"])
+    return text.getvalue()

@@ -21,7 +21,7 @@ from trtserve.bench.report import FEW_NOTE, ITL, LATENCY, TPOT, TTFT, BenchRepor
 from trtserve.bench.statistics import QUANTILES, highest_known
 from trtserve.bench.verdict import Judgement
 from trtserve.errors import MissingDependencyError, UsageError
-from trtserve.files import writing
+from trtserve.files import replacing, write_whole
 from trtserve.host.machine import format_bytes, install_command
 
 _ENDINGS = (".html", ".svg", ".png")
@@ -40,13 +40,13 @@ def write_plots(reports: Sequence[BenchReport], path: Path) -> None:
     Raises the errors of `check_plots`.
     """
     convert = check_plots(path)
-    with writing(path):
+    with replacing(path) as staged:
         if path.suffix == ".svg":
-            path.write_text(convert.vegalite_to_svg(chart(reports)), encoding="utf-8")
+            staged.write_text(convert.vegalite_to_svg(chart(reports)), encoding="utf-8")
         elif path.suffix == ".png":
-            path.write_bytes(convert.vegalite_to_png(chart(reports), scale=2))
+            staged.write_bytes(convert.vegalite_to_png(chart(reports), scale=2))
         else:
-            path.write_text(_page(reports, _drawn(convert, _plots(reports))), encoding="utf-8")
+            staged.write_text(_page(reports, _drawn(convert, _plots(reports))), encoding="utf-8")
 
 
 def check_plots(path: Path, *, out: Path | None = None) -> Any:
@@ -585,10 +585,7 @@ def write_front(
     parts.append(f'<div class="plots">{"".join(_drawn(convert, [plot]))}</div>')
     for heading, columns, rows in tables:
         parts += [] if not rows else [f"<h2>{html.escape(heading)}</h2>{_table(columns, rows)}"]
-    staged = path.with_name(f".{path.name}.partial")
-    with writing(path):
-        staged.write_text(_document(title, parts), encoding="utf-8")
-        staged.replace(path)
+    write_whole(path, _document(title, parts))
 
 
 def _sources(report: BenchReport) -> Iterator[str]:

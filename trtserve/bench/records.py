@@ -5,7 +5,6 @@ Every figure of a report is computed from the records.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
@@ -182,14 +181,8 @@ def longest_gap_ms(record: RequestRecord) -> float | None:
     return max(after - before for before, after in pairwise(times)) / 1e6
 
 
-def write_records(records: Iterable[RequestRecord], folder: Path) -> None:
-    """Write one JSON line per planned request."""
-    lines = (json.dumps(record.to_json()) + "\n" for record in records)
-    (folder / FILE_NAME).write_text("".join(lines), encoding="utf-8")
-
-
 def read_records(path: Path) -> list[RequestRecord]:
-    """Read the lines that `write_records` wrote. Raises UsageError for anything else."""
+    """Read the lines of a result's file of requests. Raises UsageError for anything else."""
     try:
         lines = read_text(path, UsageError, limit=LARGEST_DATA).splitlines()
     except FileNotFoundError as error:

@@ -259,7 +259,9 @@ def _explained(error: Exception, arguments: Sequence[str]) -> TrtserveError:
         return UsageError(f"{source} has bytes that are not UTF-8.", hint="Type it again in UTF-8.")
     if isinstance(error, typer.TyperException):
         return UsageError(error.format_message(), hint="`trtserve -h` lists the commands.")
-    refused = file_error(error, Path(error.filename or "A file")) if isinstance(error, OSError) else None
+    refused = None
+    if isinstance(error, OSError):  # a write into what is open names no file; a copy names two
+        refused = file_error(error, Path(error.filename2 or error.filename or "The output"))
     return refused or TrtserveError(
         f"Unexpected {type(error).__name__}: {error}",
         hint="This is a bug in trtserve. Run the command again as `trtserve --debug …` and report the traceback.",

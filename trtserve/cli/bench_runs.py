@@ -12,7 +12,8 @@ from trtserve.cli import output
 from trtserve.cli.bench_results import MORE_CLIENT, print_report, print_stages, require_valid, say_notes
 from trtserve.cli.endpoint import Connection, find_endpoint, find_openai_endpoint
 from trtserve.cli.options import DRY_RUN_HELP, JSON_HELP, QUIET_HELP
-from trtserve.errors import BenchmarkError, DoubtfulResultError, UsageError
+from trtserve.errors import BenchmarkError, DoubtfulResultError, TrtserveError, UsageError
+from trtserve.files import make_folder
 from trtserve.specs import BenchRuns, BenchSpec
 from trtserve.specs.options import Spec, given_flags, option
 
@@ -61,6 +62,8 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
     say_notes(reports, progress.step)
     if stages.found is not None:
         _say_found(stages.found, progress)
+    if stages.unwritten is not None:
+        raise stages.unwritten
     interrupted = any(report.interrupted for report in reports)
     if runs.diagnose and not interrupted:
         _diagnose(spec, endpoint, reports[-1], metrics=metrics, progress=progress)
@@ -89,13 +92,6 @@ def _require_one_process() -> None:
             f"`bench` was started {count} times, by mpirun or srun; one process measures a server.",
             hint="Start it without mpirun or srun; --workers N sends from N processes of this machine.",
         )
-
-
-def _make_folder(folder: Path, flag: str) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{flag} is {folder}; the folder cannot be created: {error.strerror}.") from None
 
 
 def _print(spec: BenchSpec, runs: BenchRuns, reports: list[BenchReport], found: Found | None, *, json: bool) -> None:
@@ -178,6 +174,8 @@ class _Stages:
         self._reports: list[BenchReport] = []
         self.found: Found | None = None
         """What --find-rate found."""
+        self.unwritten: TrtserveError | None = None
+        """Why results are not in the folder: the figures are printed first."""
 
     def all(self, spec: BenchSpec, runs: BenchRuns) -> list[BenchReport]:
         if not runs.several:
@@ -203,15 +201,18 @@ class _Stages:
 
             plan = plan_benchmark(stage, self._endpoint)
             if self._out is not None:  # fail before the benchmark rather than after it
-                _make_folder(self._out, "--out")
+                make_folder(self._out)
             report = run_benchmark(plan, progress=progress, metrics=self._metrics)
         self._reports.append(report)
         if self._out is not None:
             folder = self._out if name is None else self._out / name
             from trtserve.bench.exports import write_result
 
-            write_result(report, folder)
-            self._progress.step(f"Written: {folder / 'report.json'}, {folder / 'requests.jsonl'} and more")
+            try:
+                write_result(report, folder)
+                self._progress.step(f"Written: {folder / 'report.json'}, {folder / 'requests.jsonl'} and more")
+            except TrtserveError as error:
+                self.unwritten = error
         return report
 
     def _search(self, spec: BenchSpec) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -371,4 +372,5 @@ def _print(command: str, done: Transfer, target: str, *, dry_run: bool, json: bo
         moved = "would be moved" if dry_run else "moved"
         say(f"{done.artifact.name} ({kind}): {format_bytes(done.missing)} of {format_bytes(done.total)} {moved}")
         if kind == "repository" and not dry_run:
-            say(f"Next: trtserve {f'start {done.artifact.name}' if command == 'pull' else f'pull {target}'}")
+            then = f"start {done.artifact.name}" if command == "pull" else f"pull {shlex.quote(target)}"
+            say(f"Next: trtserve {then}")

@@ -20,7 +20,7 @@ from trtserve.cli.endpoint import Connection, find_endpoint
 from trtserve.cli.options import DryRunOption, JsonOption
 from trtserve.client.spec import PROMPTS, REQUEST_OPTIONS, QuerySpec, RequestOptions
 from trtserve.errors import TrtserveError, UsageError, counted
-from trtserve.files import LARGEST_TEXT, is_unicode, parse_json, read_text
+from trtserve.files import LARGEST_TEXT, is_unicode, make_folder, parse_json, read_text
 from trtserve.specs.options import Spec, given_flags, option
 
 if TYPE_CHECKING:
@@ -208,13 +208,10 @@ def _run_worker(engine: LocalEngine) -> None:
 
 
 def _folder(places: QueryPlaces) -> Path | None:
-    """Return the folder for outputs, made before the request. Raises UsageError when that fails."""
+    """Return the folder for outputs, made before the request."""
     folder = places.output_dir if places.output_dir is not None else Path() if places.save else None
-    try:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--output-dir is {folder}; the folder cannot be created: {error.strerror}.") from None
+    if folder is not None:
+        make_folder(folder)
     return folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -62,7 +63,7 @@ def init(
         print_json("init", {"file": str(file)})
     else:
         print_data(str(file))
-        say(f"Next: trtserve up {file}")
+        say(f"Next: trtserve up {shlex.quote(str(file))}")
 
 
 def up(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -202,11 +203,8 @@ def _serve_many(
         serve_many(plan, on_ready=print_server, progress=progress)
     else:
         report = StartReport(report_to, progress)
-        try:
+        with report.reporting():
             serve_many(plan, on_ready=lambda _: report.ready(), progress=report)
-        except TrtserveError as error:
-            report.failed(error)
-            raise
 
 
 def _print_many(plan: ManyPlan, *, json: bool) -> None:
@@ -235,15 +233,14 @@ def _supervise(
     own = JsonLog() if spec.log_format == "json" else progress
     report = None if report_to is None else StartReport(report_to, own)
     try:
-        if spec.cpus is not None or spec.numa is not None:
-            pin(parse_cpus(spec.cpus) if spec.cpus else (), spec.numa)
-        plan = plan_server(repository, spec)
-        with own.following([each.log for each in plan.instances]) if isinstance(own, JsonLog) else nullcontext():
-            tell = on_ready if report is None else lambda _: report.ready()
-            serve_foreground(plan, on_ready=tell, progress=report or own)
+        with nullcontext() if report is None else report.reporting():
+            if spec.cpus is not None or spec.numa is not None:
+                pin(parse_cpus(spec.cpus) if spec.cpus else (), spec.numa)
+            plan = plan_server(repository, spec)
+            with own.following([each.log for each in plan.instances]) if isinstance(own, JsonLog) else nullcontext():
+                tell = on_ready if report is None else lambda _: report.ready()
+                serve_foreground(plan, on_ready=tell, progress=report or own)
     except TrtserveError as error:
-        if report is not None:
-            report.failed(error)
         if isinstance(own, JsonLog):
             own.error(error)
             raise typer.Exit(error.code) from error
@@ -282,7 +279,8 @@ def _write_unit(repository: ModelRepository, spec: ServerSpec, call: ClusterCall
     else:
         print_data(str(path))
     if not call.quiet:
-        say(f"Install it: cp {path} ~/.config/systemd/user/ && systemctl --user enable --now {path.stem}")
+        copied, unit = shlex.quote(str(path)), shlex.quote(path.stem)
+        say(f"Install it: cp {copied} ~/.config/systemd/user/ && systemctl --user enable --now {unit}")
 
 
 def _dry_run(

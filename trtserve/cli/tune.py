@@ -69,7 +69,7 @@ def tune(
         trtserve tune llama.yaml --goal "ttft p99 < 500 ms, itl p99 < 40 ms"
         trtserve tune llama.yaml --budget 10 --dry-run
     """
-    from trtserve.files import locked
+    from trtserve.files import locked, make_folder
     from trtserve.pipeline.setup_file.reading import read_setup
     from trtserve.pipeline.tuning.answer import error_lines, headline, make_answer, write_answer
     from trtserve.pipeline.tuning.search import Goal, prepare
@@ -89,7 +89,7 @@ def tune(
             say(f"Next: {shlex.join(['trtserve', 'tune', str(file), *spec_arguments(wanted)])}")
         return
     page = _can_draw(progress)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with locked(folder / ".lock", wait=False):
         with ChangingLine(quiet=quiet) as shown:
             budget = 60 * wanted.budget
@@ -113,7 +113,7 @@ def tune(
             f"No configuration tried meets {answer.goal}.{close}", hint="Relax the goal or the load."
         )
     if not quiet and not json:
-        say(f"Next: trtserve up {target}")
+        say(f"Next: trtserve up {shlex.quote(str(target))}")
 
 
 def _asked(setup: Setup, wanted: TuneOptions) -> SearchSetup:

@@ -150,7 +150,8 @@ class AnswerFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        with writing(self._path):
+            self._file.close()  # writes again what a full disk refused
 
     def write(self, line: Line) -> None:
         """Add an answer; it is in the file when this returns."""

@@ -29,6 +29,7 @@ from trtserve.client.tensors import (
 from trtserve.client.tokenizer import core_name, messages, prepare_prompts
 from trtserve.client.transport import STOP_TIMEOUT, SyncClient
 from trtserve.errors import RequestError, TrtserveError, UsageError
+from trtserve.files import write_whole
 
 STOP_INTERVAL = 0.25
 _STOPPED_WITHIN = 5.0  # on a busy machine it takes seconds to reach the server
@@ -338,13 +339,10 @@ class Conversation:
         self.asked = None
 
     def save(self, path: Path) -> None:
-        """Write the messages as JSON if the name ends with .json, else as Markdown. Raises UsageError on failure."""
+        """Write the messages as JSON if the name ends with .json, else as Markdown."""
         turns = messages("", self.spec.system, self.history)[:-1]
         if path.suffix == ".json":
             text = json.dumps(turns, indent=2, ensure_ascii=False) + "\n"
         else:
             text = "\n".join(f"**{turn['role']}**\n\n{turn['content'].strip()}\n" for turn in turns)
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"{path} cannot be written: {error.strerror}.") from None
+        write_whole(path, text)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,17 +152,13 @@ def pull(
     if kind is ModelRepository:
         if (warning := warning_of_programs(path)) is not None:
             progress.warn(warning)
-        store.record(
-            NameRecord(
-                name=manifest.name,
-                source=target,
-                model="",
-                checkpoint="",
-                engine="",
-                repository=str(path),
-                imported=Manifest(kind="repository", name="", fingerprint="").created,
-            )
+        now = Manifest(kind="repository", name="", fingerprint="").created
+        pulled = NameRecord(
+            name=manifest.name, source=target, model="", checkpoint="", engine="", repository=str(path), imported=now
         )
+        # What was made here came from its model, not from the place where a copy of it is.
+        known = {record.repository: record for record in store.recorded() if record.name == manifest.name}
+        store.record(replace(known.get(str(path), pulled), imported=now))
     return transfer
 
 
@@ -318,7 +314,7 @@ def _receive(place: Shelf, folder: Path, piece: FilePiece, target: str, task: Ta
             f"{piece.name} of {target} differs from its digest, from byte {piece.offset} on.",
             hint="Pull again: only this piece is fetched once more. If that fails too, push it again.",
         )
-    with (folder / _DONE).open("a", encoding="utf-8") as handle:
+    with writing(path), (folder / _DONE).open("a", encoding="utf-8") as handle:
         handle.write(_line(piece) + "\n")
 
 

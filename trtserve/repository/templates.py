@@ -13,7 +13,7 @@ from pathlib import Path
 from string import Template
 
 from trtserve.errors import RepositoryError, UsageError
-from trtserve.files import read_text, require_own, writing
+from trtserve.files import read_text, require_own, write_whole, writing
 from trtserve.nvidia.releases import NEWEST, normalize_release, order
 from trtserve.nvidia.releases.options import TEMPLATE_TOOL, old_option
 from trtserve.progress import SILENT, Progress
@@ -92,10 +92,7 @@ def write_filled(folder: Path, filled: Mapping[Path, str], out: Path | None) -> 
                 source, _, reason = error.args[0][0]
                 raise RepositoryError(f"{source} cannot be copied to {out}: {reason}.") from error
         for path, text in filled.items():
-            target = (out or top) / path
-            staged = target.with_name(f".{target.name}.partial")
-            staged.write_text(text, encoding="utf-8")
-            staged.replace(target)
+            write_whole((out or top) / path, text)
 
 
 def _top(folder: Path) -> Path:

@@ -15,7 +15,7 @@ from pathlib import Path
 from trtserve import errors
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import ServerStartError, TrtserveError, UsageError
-from trtserve.files import decode_as, locked, parse_json
+from trtserve.files import decode_as, file_error, locked, parse_json
 from trtserve.process import Command, exit_code, how_it_ended, spawn, stop, wait_gone
 from trtserve.process.signals import stop_signals
 from trtserve.progress import SILENT, Progress, Task, Unit
@@ -83,9 +83,17 @@ class StartReport:
         self._send(Report(kind="ready"))
         self._close()
 
-    def failed(self, error: TrtserveError) -> None:
-        self._send(Report(kind=type(error).__name__, text=error.message, hint=error.hint, log=error.log))
-        self._close()
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Report the error that ends the block, also one of the file system."""
+        try:
+            yield
+        except (TrtserveError, OSError) as error:
+            told = error if isinstance(error, TrtserveError) else file_error(error, Path(error.filename or "A log"))
+            if told is not None:
+                self._send(Report(kind=type(told).__name__, text=told.message, hint=told.hint, log=told.log))
+                self._close()
+            raise
 
     def _send(self, report: Report) -> None:
         if self._pipe is not None:

@@ -31,7 +31,7 @@ from trtserve.errors import (
     TrtserveError,
     UsageError,
 )
-from trtserve.files import file_error, parse_json, read_json_object
+from trtserve.files import file_error, parse_json, read_json_object, writing_error
 from trtserve.host.machine import install_command
 from trtserve.host.ports import is_here, web_opener, within
 from trtserve.store.hub import RemoteFile, Revision
@@ -141,6 +141,8 @@ def reaching(what: str) -> Iterator[None]:
     except FileNotFoundError:
         raise ModelNotFoundError(f"{what} does not exist.", hint="Check its spelling.") from None
     except Exception as error:  # each package has classes of its own
+        if isinstance(error, OSError) and "://" not in what and (local := writing_error(error, Path(what))):
+            raise local from error
         if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
             hint = "Log in as its own tools need it (AWS_PROFILE, gcloud auth, …)."
             raise AccessDeniedError(f"Access to {what} is denied: {error}.", hint=hint) from error

@@ -7,6 +7,7 @@ position_ids, beam_idx → logits), which OpenVINO's paged-attention transformat
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -122,8 +123,9 @@ def save_graph(graph: ov.Model, path: Path) -> None:
         ov.save_model(graph, path, compress_to_fp16=False)
     except RuntimeError as error:
         # OpenVINO does not say why: what it could not write, Python cannot write either.
+        needed = sum(each.data.nbytes for each in graph.get_ops() if isinstance(each, ov.op.Constant))
         with writing(path.parent), path.with_suffix(".bin").open("ab") as handle:
-            handle.write(bytes(_PROBE))
+            os.posix_fallocate(handle.fileno(), 0, needed + _PROBE)
         raise BuildError(f"{path} could not be written: {error}") from error
 
 

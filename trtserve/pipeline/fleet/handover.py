@@ -10,7 +10,6 @@ import json
 import math
 import re
 import shlex
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
@@ -19,7 +18,7 @@ from typing import Any
 import yaml
 
 from trtserve.errors import UsageError
-from trtserve.files import LARGEST_YAML, read_text, writing
+from trtserve.files import LARGEST_YAML, make_folder, read_text, write_whole
 from trtserve.pipeline.fleet import Fleet, ShapeOption
 from trtserve.pipeline.fleet.sizing import Sized
 
@@ -55,14 +54,9 @@ def hand_over(fleet: Fleet, sized: Sized, folder: Path) -> list[Path]:
             f"The shape {sized.shape} has no `manifest`, `job` or `model`, so there is nothing to write.",
             hint="Add one: `manifest` (of start --kubernetes), `job` (of start --slurm) or `model` (llm-d, Dynamo).",
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for name, text in texts.items():
-        path, staged = folder / name, folder / f".{name}.partial"
-        with writing(path):
-            staged.write_text(text, encoding="utf-8")
-            if name.endswith(".sh"):
-                staged.chmod(staged.stat().st_mode | stat.S_IXUSR)
-            staged.replace(path)
+        write_whole(folder / name, text, mode=0o755 if name.endswith(".sh") else None)
     return [folder / name for name in texts]
 
 

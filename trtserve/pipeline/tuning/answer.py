@@ -18,7 +18,7 @@ import yaml
 from trtserve.bench.plots import FrontPoint, write_front
 from trtserve.bench.targets import figure_of, goal_words
 from trtserve.errors import UsageError
-from trtserve.files import read_text, write_json, writing
+from trtserve.files import read_text, replacing, write_json
 from trtserve.pipeline.setup_file import model_options
 from trtserve.pipeline.setup_file.reading import read_setup
 from trtserve.pipeline.tuning.roofline import Offered, Prediction
@@ -136,11 +136,9 @@ def write_answer(search: Search, answer: TuneAnswer, setup: Path, folder: Path, 
         return None
     target = setup.with_name(f"{setup.stem}.tuned{setup.suffix}")
     text = tuned_text(read_text(setup, UsageError), search, answer)
-    staged = target.with_name(f".{target.name}.partial")
-    with writing(target):
+    with replacing(target) as staged:
         staged.write_text(text, encoding="utf-8")
         read_setup(staged)  # what was changed is still a setup file
-        staged.replace(target)
     return target
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from trtserve.artifacts import accept_change
 from trtserve.errors import RepositoryError, counted
-from trtserve.files import read_json_object, writing
+from trtserve.files import read_json_object, write_whole
 from trtserve.progress import Progress
 from trtserve.repository.served import CoreModel, Groups
 
@@ -201,9 +201,8 @@ class EngineNodes:
         content = read_json_object(self.config, RepositoryError)
         content["pretrained_config"].setdefault("mapping", {})["gpus_per_node"] = self.gpus_per_node
         made = self.config.with_name(f".{self.config.name}.{os.getpid()}")
-        with writing(made):
-            made.write_text(json.dumps(content, indent=4), encoding="utf-8")
-            made.replace(self.config)
+        write_whole(made, json.dumps(content, indent=4))
+        made.replace(self.config)
         accept_change(self.config)
 
 

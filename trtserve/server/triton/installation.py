@@ -13,6 +13,7 @@ from pathlib import Path
 
 from trtserve.errors import MissingDependencyError, RepositoryError
 from trtserve.executor.vllm import arguments
+from trtserve.files import writing
 from trtserve.host.machine import install_command
 from trtserve.process import program
 from trtserve.store import Store
@@ -99,11 +100,12 @@ def prepare_backends(triton: Triton, store: Store) -> Path:
             f"The tritonserver of nvidia-pytriton has no stub for Python {version}.",
             hint="Use Python 3.10, 3.11 or 3.12.",
         )
-    for source in (*(triton.backends / "python").iterdir(), stub):
-        if source.is_file():
-            _link(source, folder / "python" / source.name, copied=source.name == _BACKEND)
-    _link(triton.package.parents[1] / _LIBRARIES, folder.parents[2] / _LIBRARIES)
-    _link(Path(arguments.__file__).with_name("nvidia_backend.py"), folder / arguments.BACKEND / "model.py")
+    with writing(folder):
+        for source in (*(triton.backends / "python").iterdir(), stub):
+            if source.is_file():
+                _link(source, folder / "python" / source.name, copied=source.name == _BACKEND)
+        _link(triton.package.parents[1] / _LIBRARIES, folder.parents[2] / _LIBRARIES)
+        _link(Path(arguments.__file__).with_name("nvidia_backend.py"), folder / arguments.BACKEND / "model.py")
     return folder
 
 
@@ -159,8 +161,11 @@ def _link(source: Path, target: Path, *, copied: bool = False) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     # Unique per thread, because threads start servers too.
     staged = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    if copied:
-        shutil.copyfile(source, staged)
-    else:
-        staged.symlink_to(source)
-    staged.replace(target)
+    try:
+        if copied:
+            shutil.copyfile(source, staged)
+        else:
+            staged.symlink_to(source)
+        staged.replace(target)
+    finally:
+        staged.unlink(missing_ok=True)
