@@ -98,7 +98,9 @@ def prepare_streams() -> None:
     for name in ("stdout", "stderr"):
         # A stream that our parent closed is None here, which nothing that prints expects.
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - as long as the process
+            stream = Path(os.devnull).open("w")  # noqa: SIM115 - as long as the process
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)  # it stays open when another stream writes to its descriptor
         # A letter that a terminal or a pipe cannot take is not a reason to fail.
         if getattr(sys, name).errors == "strict":
             getattr(sys, name).reconfigure(errors="replace")

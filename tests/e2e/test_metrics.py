@@ -116,8 +116,8 @@ def test_times_of_streams_are_in_buckets(features: ModelServer) -> None:
     with features.stream() as stream:
         stream.all("tensorrt_llm", NEWEST.core(PROMPT, 12, streaming=True, end_id=-1))
         stream.all("tensorrt_llm", NEWEST.core(PROMPT, 7))  # has no first token of its own
-    count = "inter_token_seconds_count", ""
-    wait_until(lambda: samples()[count] == before[count] + 11)
+    inter, queue = ("inter_token_seconds_count", ""), ("queue_seconds_count", "")  # the second request adds to one only
+    wait_until(lambda: samples()[inter] == before[inter] + 11 and samples()[queue] == before[queue] + 2)
     after = samples()
     grown = {key: after[key] - before[key] for key in after}
     assert grown["inter_token_seconds_bucket", "+Inf"] == 11

@@ -218,7 +218,7 @@ def test_time_limit_by_cancelling_the_call(
     echo: Endpoint, echo_folder: Path, protocol: str, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     number = f"cut-{protocol}-{model}"
-    ending = ["--stop-after-ms", "200", "--stop-via-request-cancel", "--request-id", number]
+    ending = ["--stop-after-ms", "1000", "--stop-via-request-cancel", "--request-id", number]
     assert run(["query", "forever", "--stream", "--model", model, *ending, *address(echo, protocol)]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("la la") or model == "text_plain"
