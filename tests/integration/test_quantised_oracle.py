@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.gguf_files import SCOUT, write_gguf_model
+from tests.support.gguf_files import DELTA_NET, EXPERT_WIDTHS, SCOUT, write_gguf_model
 from tests.support.paged_steps import PagedSteps
 from tests.support.quantised_models import (
     EXPERT_SIZES,
@@ -68,12 +68,21 @@ def test_greedy_tokens_equal_transformers(scheme: str, spec: ConvertSpec, tmp_pa
         ("Q8_0", "glm4", {"head_dim": 32}),
         ("Q8_0", "bamba", {"num_hidden_layers": 3, "attn_layer_indices": [0, 2]}),
         ("Q4_0", "llama4", SCOUT),
+        ("Q8_0", "qwen3_next", DELTA_NET | EXPERT_WIDTHS),
+        ("Q4_0", "qwen3_5", DELTA_NET),
+        ("Q8_0", "qwen3_5_moe", DELTA_NET | EXPERT_WIDTHS),
     ],
     ids=str,
 )
 def test_gguf_files_answer_as_transformers(kind: str, family: str, sizes: dict[str, Any], tmp_path: Path) -> None:
     """In float32, with the weights that the blocks of the file stand for."""
-    architecture = {"bamba": "granitehybrid"}.get(family, family.replace("_", "-"))
+    of_llama_cpp = {
+        "bamba": "granitehybrid",
+        "qwen3_next": "qwen3next",
+        "qwen3_5": "qwen35",
+        "qwen3_5_moe": "qwen35moe",
+    }
+    architecture = of_llama_cpp.get(family, family.replace("_", "-"))
     file, plain = write_gguf_model(tmp_path, family, architecture, kind, gain=1.0, **SIZES | sizes)
     folder = unfolded(file, Store(tmp_path / "store"), tokenizer=True)
     model = QuantisedModel(folder=folder, dequantised=plain, weights={})

@@ -53,9 +53,21 @@ _LAYER_INPUTS = {
     "per_layer_projection": "proj",
     "post_per_layer_input_norm": "post_norm",
 }
+_DELTA_NET = {
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+}
+_DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe")
 # Where an architecture has other names.
 _OWN: dict[str, dict[str, str]] = {
     **dict.fromkeys(("gemma2", "gemma3", "gpt-oss", "olmo2", "exaone4", "seed_oss"), _AFTER_BOTH),
+    **dict.fromkeys(_DELTA_NETS, _AFTER_BOTH | _SHARED | _DELTA_NET | {"mlp.shared_expert_gate": "ffn_gate_inp_shexp"}),
     "qwen2moe": _SHARED | {"mlp.shared_expert_gate": "ffn_gate_inp_shexp"},
     "glm4": {
         "post_self_attn_layernorm": "post_attention_norm",
@@ -128,6 +140,14 @@ SCOUT: dict[str, Any] = {
         "high_freq_factor": 1.0,
         "original_max_position_embeddings": 8192,
     },
+}
+EXPERT_WIDTHS: dict[str, Any] = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
+DELTA_NET: dict[str, Any] = {
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
 }
 _PERMUTED = ("llama", "granite", "granitehybrid", "granitemoe", "smollm3")
 _TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8}
@@ -206,7 +226,9 @@ def write_gguf_model(folder: Path, family: str, architecture: str, kind: str, **
             meant[name] = values
             tensors |= _gpt_oss(name.removeprefix("model.layers."), values)
             continue
-        if (odd := _without_stem(name.partition(f".{layer}.")[2], values, kind, config)) is not None:
+        inner = name.partition(f".{layer}.")[2]
+        odd = _of_delta_net(inner, values, kind, config, architecture) or _without_stem(inner, values, kind, config)
+        if odd is not None:
             made, meant[name] = odd
             tensors |= {f"blk.{layer}.{own}": each for own, each in made.items()}
             continue
@@ -225,7 +247,8 @@ def write_gguf_model(folder: Path, family: str, architecture: str, kind: str, **
             usual = {**_NAMES, "post_attention_layernorm": "ffn_norm"}
             own = f"blk.{layer}." + {**usual, **_OWN.get(architecture, {})}[module]
         chosen = kind if values.ndim > 1 and not own.endswith(_FLOATS) else "F32"
-        shift = np.float32(1 if architecture in ("gemma", "gemma2", "gemma3") and own.endswith("norm") else 0)
+        shifted = ("gemma", "gemma2", "gemma3", *_DELTA_NETS)
+        shift = np.float32(architecture in shifted and own.endswith("norm") and not own.endswith("ssm_norm"))
         written, heads = values + shift, 0
         if architecture in _PERMUTED and own.endswith(("attn_q", "attn_k")):
             heads = config["num_attention_heads" if own.endswith("q") else "num_key_value_heads"]
@@ -246,9 +269,53 @@ def write_gguf_model(folder: Path, family: str, architecture: str, kind: str, **
     return file, plain
 
 
+def _of_delta_net(
+    module: str, values: Array, kind: str, config: Mapping[str, Any], architecture: str
+) -> tuple[dict[str, Written], Array] | None:
+    """What llama.cpp orders otherwise: by name, and what it stands for; None for the rest."""
+    if architecture not in _DELTA_NETS:
+        return None
+    if module.startswith("mlp.experts.") and values.ndim == 3:
+        return _apart(("gate", "up") if "gate_up" in module else ("down",), "_exps", values, kind)
+    own = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}.get(module)
+    own = own or f"{_DELTA_NET.get(module.removesuffix('.weight'))}.weight"
+    heads, count = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key, value, each = config["linear_key_head_dim"], config["linear_value_head_dim"], count // heads
+    if "in_proj_qkvz" in module:
+        parts = np.split(values.reshape(heads, -1, values.shape[1]), np.cumsum([key, key, each * value]), 1)
+        q, k, v, z = (part.reshape(-1, values.shape[1]) for part in parts)
+        made = {"attn_qkv.weight": np.concatenate([q, k, v]), "attn_gate.weight": z}
+        read = {name: stored(matrix, kind) for name, matrix in made.items()}
+        wide = [floats for _, floats in read.values()]
+        q, k, v = np.split(wide[0], [len(q), len(q) + len(k)])
+        rows = [part.reshape(heads, -1, values.shape[1]) for part in (q, k, v, wide[1])]
+        written = {name: (made[name].shape, kind, content) for name, (content, _) in read.items()}
+        return written, np.concatenate(rows, 1).reshape(values.shape)
+    if (module.startswith("linear_attn.") and own == "None.weight") or not module.startswith("linear_attn."):
+        return None
+    axis, first, size = (1 if own == "ssm_out.weight" else 0), 0, value
+    if own in ("attn_qkv.weight", "ssm_conv1d.weight"):
+        first = 2 * heads * key
+    elif own in ("ssm_beta.weight", "ssm_alpha.weight", "ssm_a", "ssm_dt.bias"):
+        size = 1
+    elif own in ("ssm_norm.weight", "ssm_ba.weight"):
+        return None
+    order = np.arange(values.shape[axis])
+    if architecture != "qwen3next":
+        turns = order[first:].reshape(heads, each, size).swapaxes(0, 1).reshape(-1)
+        order = np.concatenate([order[:first], turns])
+    chosen = kind if own.startswith(("attn", "ssm_out", "ssm_beta", "ssm_alpha")) else "F32"
+    turned = np.take(-np.exp(values) if own == "ssm_a" else values, order, axis)
+    content, floats = stored(turned, chosen)
+    meant = np.take(np.log(-floats) if own == "ssm_a" else floats, np.argsort(order), axis)
+    return {own: (tuple(size for size in turned.shape if size > 1), chosen, content)}, meant.reshape(values.shape)
+
+
 def _shape(own: str, values: Array, config: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the shape in the file: llama.cpp drops dimensions of 1, and Mamba's norms have their groups."""
     if own.endswith("ssm_norm"):
+        if "mamba_n_groups" not in config:
+            return values.shape
         return config["mamba_n_groups"], len(values) // config["mamba_n_groups"]
     return tuple(size for size in values.shape if size > 1) if own.endswith(_FLOATS) else values.shape
 
@@ -384,7 +451,7 @@ def metadata_of(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     own = {f"{architecture}.{key}": config[name] for key, name in keys.items() if config.get(name) is not None}
     if (base := f"{architecture}.rope.freq_base") in own:
         own[base] = float(own[base])
-    own |= _kinds_of_layers(config, architecture)
+    own |= _kinds_of_layers(config, architecture) | _delta_net_sizes(config, architecture)
     if config.get("partial_rotary_factor"):
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         own[f"{architecture}.rope.dimension_count"] = int(size * config["partial_rotary_factor"])
@@ -419,6 +486,19 @@ def metadata_of(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.unknown_token_id": 0,
         "tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
+    }
+
+
+def _delta_net_sizes(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """The heads of layers with a delta rule, and what part of a head the others rotate."""
+    if architecture not in _DELTA_NETS:
+        return {}
+    sizes = {"group_count": "num_key_heads", "time_step_rank": "num_value_heads", "state_size": "key_head_dim"}
+    return {
+        **{f"{architecture}.ssm.{key}": config[f"linear_{name}"] for key, name in sizes.items()},
+        f"{architecture}.ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        f"{architecture}.rope.dimension_count": int(config["head_dim"] * config.get("partial_rotary_factor", 0.25)),
+        f"{architecture}.ssm.inner_size": config["linear_num_value_heads"] * config["linear_value_head_dim"],
     }
 
 

@@ -7,13 +7,23 @@ import json
 import math
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.gguf_files import SCOUT, metadata_of, text, value, write_gguf, write_gguf_model
+from tests.support.gguf_files import (
+    DELTA_NET,
+    EXPERT_WIDTHS,
+    SCOUT,
+    metadata_of,
+    text,
+    value,
+    write_gguf,
+    write_gguf_model,
+)
 from tests.support.stages import convert_model
 from tests.support.tiny_models import read_safetensors
 from trtserve.artifacts import Model
@@ -58,6 +68,9 @@ MODELS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("qwen2", "qwen2", "Q8_0", {}),
     ("qwen3", "qwen3", "Q4_0", {"head_dim": 64}),
     ("qwen3_moe", "qwen3moe", "Q8_0", {"head_dim": 32, "moe_intermediate_size": 64}),
+    ("qwen3_next", "qwen3next", "Q8_0", DELTA_NET | EXPERT_WIDTHS),
+    ("qwen3_5", "qwen35", "Q4_0", DELTA_NET),
+    ("qwen3_5_moe", "qwen35moe", "Q8_0", DELTA_NET | EXPERT_WIDTHS),
     ("gemma", "gemma", "Q8_0", {"head_dim": 64}),
     ("gemma2", "gemma2", "Q8_0", {"head_dim": 64, "query_pre_attn_scalar": 64}),
     (
@@ -156,6 +169,52 @@ def test_checkpoints_are_those_of_the_same_floats(
             for name, values in right.items():
                 # Norms of Gemma were stored plus one: a rounding of the last bit.
                 np.testing.assert_allclose(found[name], values, rtol=0, atol=2e-7, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("key", "changed"),
+    [
+        ("ssm.time_step_rank", None),
+        ("ssm.conv_kernel", None),
+        ("rope.dimension_count", None),
+        ("attention.key_length", None),
+        ("ssm.group_count", 3),
+    ],
+)
+def test_a_delta_net_without_its_sizes_is_refused(key: str, changed: int | None, tmp_path: Path) -> None:
+    """They have defaults in transformers, which are those of other models."""
+    file = GgufFile(write_gguf_model(tmp_path, "qwen3_5", "qwen35", "F16", **SIZES | DELTA_NET)[0])
+    file.metadata.pop(f"qwen35.{key}")
+    if changed is not None:
+        file.metadata[f"qwen35.{key}"] = changed
+    with pytest.raises(CorruptFileError, match=key.replace(".", r"\.") if changed is None else "expected multiples"):
+        config_of(file)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """llama.cpp counts them among the layers and says how many they are."""
+    file = GgufFile(write_gguf_model(tmp_path, "qwen3_5", "qwen35", "F16", **SIZES | DELTA_NET)[0])
+    layers = file.metadata["qwen35.block_count"]
+    file.metadata |= {"qwen35.block_count": layers + 1, "qwen35.nextn_predict_layers": 1}
+    plain = {tensor.name for tensor, _ in tensors_of(file)}
+    file.entries[f"blk.{layers}.nextn.eh_proj.weight"] = file.entries["blk.0.ffn_up.weight"]
+    assert config_of(file)["num_hidden_layers"] == layers == len(config_of(file)["layer_types"])
+    assert {tensor.name for tensor, _ in tensors_of(file)} == plain
+
+
+def test_inputs_of_qwen3_next_in_the_older_order(tmp_path: Path) -> None:
+    """Files of 2025 have them as transformers does, in one tensor; without it the gates are asked for by name."""
+    file = GgufFile(write_gguf_model(tmp_path, "qwen3_next", "qwen3next", "F16", **SIZES | DELTA_NET)[0])
+    entry = file.entries.pop("blk.0.attn_qkv.weight")
+    gates = file.entries.pop("blk.0.attn_gate.weight")
+    older = replace(entry, shape=(entry.shape[0] + gates.shape[0], entry.shape[1]), size=entry.size + gates.size)
+    name = "model.layers.0.linear_attn.in_proj_qkvz.weight"
+    file.entries["blk.0.attn_qkv.weight"] = entry
+    with pytest.raises(CorruptFileError, match=r"attn_gate\.weight, which is absent"):
+        dict(tensors_of(file))
+    del file.entries["blk.0.attn_qkv.weight"]
+    file.entries["blk.0.ssm_in.weight"] = older
+    assert {tensor.name: encoding.shape for tensor, encoding in tensors_of(file)}[name] == older.shape
 
 
 def _require_same_config(made: Path, expected: Path) -> None:

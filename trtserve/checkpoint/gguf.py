@@ -163,12 +163,14 @@ class GgufRows(Encoding):
     """Rows of a GGUF matrix or vector.
 
     `heads` > 0: the rows of each head are stored in turns, first and second half, as llama.cpp keeps Llama's queries
-    and keys. `shift` is added. `logarithms`: the file has -exp of the numbers, as of Mamba's A.
+    and keys. `shift` is added. `logarithms`: the file has -exp of the numbers, as of Mamba's A. `in_turns`: the columns
+    are put back into groups.
     """
 
     heads: int = 0
     shift: float = 0.0
     logarithms: bool = False
+    in_turns: tuple[int, int] = (1, 1)  # columns: groups that give a part each in turn, and parts of each group
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -182,6 +184,9 @@ class GgufRows(Encoding):
             if not (stored < 0).all():
                 raise CorruptFileError(f"{self.codes.where} has numbers that are not negative.", hint=_AGAIN)
             return np.log(-stored)
+        if self.in_turns != (1, 1):
+            groups, each = self.in_turns
+            return self._stored(first, count).reshape(count, each, groups, -1).swapaxes(1, 2).reshape(count, -1)
         if not self.heads:
             return self._stored(first, count) + np.float32(self.shift)
         size = self.shape[0] // self.heads

@@ -26,7 +26,7 @@ class GgufFamily:
     architecture: str
     model_type: str
     permuted: bool = False  # rows of q and k
-    norm_shift: float = 0.0  # llama.cpp stores the norms of Gemma plus one
+    norm_shift: float = 0.0  # llama.cpp stores the norms of Gemma and Qwen3-Next plus one
     own_head_size: bool = False
     modules: Mapping[str, str] = field(default_factory=dict)  # of a layer, with names of their own
     outer: Mapping[str, str] = field(default_factory=dict)  # outside the layers; {} stands for the number in a stack
@@ -94,6 +94,26 @@ _OUTER_INPUTS = {
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
+_SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_DELTA_NET = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_APART_INPUTS = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+}
 FAMILIES = {
     "llama": GgufFamily(
         architecture="LlamaForCausalLM",
@@ -106,12 +126,7 @@ FAMILIES = {
     "qwen2moe": GgufFamily(
         architecture="Qwen2MoeForCausalLM",
         model_type="qwen2_moe",
-        modules={
-            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-            "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-            "ffn_up_shexp": "mlp.shared_expert.up_proj",
-            "ffn_down_shexp": "mlp.shared_expert.down_proj",
-        },
+        modules=_SHARED_EXPERT,
         keys={"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
         config={"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
@@ -121,6 +136,34 @@ FAMILIES = {
         model_type="qwen3_moe",
         own_head_size=True,
         config={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+    "qwen3next": GgufFamily(
+        architecture="Qwen3NextForCausalLM",
+        model_type="qwen3_next",
+        own_head_size=True,
+        norm_shift=-1.0,
+        modules={
+            **_SHARED_EXPERT,
+            **_DELTA_NET,
+            "ssm_in": "linear_attn.in_proj_qkvz",  # of files of 2025, where the rows have transformers' order
+            "attn_qkv": "linear_attn.in_proj_qkvz",
+            "ssm_ba": "linear_attn.in_proj_ba",
+        },
+        config={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+    "qwen35": GgufFamily(
+        architecture="Qwen3_5ForCausalLM",
+        model_type="qwen3_5_text",
+        own_head_size=True,
+        norm_shift=-1.0,
+        modules={**_DELTA_NET, **_APART_INPUTS},
+    ),
+    "qwen35moe": GgufFamily(
+        architecture="Qwen3_5MoeForCausalLM",
+        model_type="qwen3_5_moe_text",
+        own_head_size=True,
+        norm_shift=-1.0,
+        modules={**_SHARED_EXPERT, **_DELTA_NET, **_APART_INPUTS},
     ),
     "gemma": GgufFamily(architecture="GemmaForCausalLM", model_type="gemma", **_GEMMA),
     "gemma2": GgufFamily(architecture="Gemma2ForCausalLM", model_type="gemma2", modules=_SANDWICH, **_GEMMA),
@@ -407,6 +450,11 @@ class Metadata:
         if value is None or not 0 < value < limit:
             raise CorruptFileError(f"{self.file.path}: {self.architecture}.{key} is {value!r:.80}.", hint=AGAIN)
         return int(value)
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model, without those that predict further tokens, which some files have after them."""
+        return self.size("block_count") - self.whole("nextn_predict_layers")
 
     def whole(self, key: str) -> int:
         """Return a count that some files have as a float; 0 without it."""

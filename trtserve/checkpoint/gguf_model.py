@@ -11,6 +11,7 @@ from typing import Any
 
 from trtserve.checkpoint.encodings import Encoding, StoredTensor
 from trtserve.checkpoint.gguf import GgufFile, GgufRows, Joined
+from trtserve.checkpoint.gguf_delta_net import DELTA_NETS, DeltaNetSizes, in_order, with_gates
 from trtserve.checkpoint.gguf_metadata import AGAIN, BAMBA, MODULES, OTHER, OUTER, Metadata
 from trtserve.errors import CorruptFileError, UnsupportedModelError
 
@@ -23,6 +24,7 @@ _MOST_PAIRS = 65_536
 _WHOLE = (
     *("self_attn.sinks", "layer_scalar", "router.scale", "router.per_expert_scale"),
     *("altup.correct_output_scale", "mamba.A_log", "mamba.D", "mamba.dt_bias"),
+    *("linear_attn.A_log", "linear_attn.dt_bias"),
 )
 # What llama.cpp divides the frequencies by that do not turn.
 _STILL = 1e30
@@ -52,10 +54,10 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "torch_dtype": "bfloat16",
         "quantization_config": {"quant_method": "gguf"},
         "hidden_size": width,
-        "num_hidden_layers": data.size("block_count"),
+        "num_hidden_layers": data.layers,
         "num_attention_heads": heads,
         "num_key_value_heads": data.kv_heads(),
-        "intermediate_size": data.smallest("feed_forward_length"),
+        "intermediate_size": data.smallest(_inner(data)),
         "max_position_embeddings": data.size("context_length"),
         "rms_norm_eps": data.get("attention.layer_norm_rms_epsilon", float, 1e-5),
         "rope_theta": data.get("rope.freq_base", float, 10000.0),
@@ -84,6 +86,13 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     return config | _of_family(data, head_size, width // heads)
 
 
+def _inner(data: Metadata) -> str:
+    """Return the key of the MLP's width; a Qwen3.5 with experts in every layer has none."""
+    key = "feed_forward_length"
+    absent = f"{data.architecture}.{key}" not in data.file.metadata
+    return f"expert_{key}" if absent and data.architecture == "qwen35moe" else key
+
+
 def _of_family(data: Metadata, head_size: int, share: int) -> dict[str, Any]:
     """Return what only some families have in their configs, beyond `GgufFamily.keys`."""
     own = {
@@ -94,6 +103,7 @@ def _of_family(data: Metadata, head_size: int, share: int) -> dict[str, Any]:
         "llama4": _llama4,
         "falcon-h1": _falcon_h1,
         "granitehybrid": _granite_hybrid,
+        **dict.fromkeys(DELTA_NETS, _delta_net),
     }.get(data.architecture)
     if data.architecture.startswith("gemma"):
         return _gemma(data, head_size, share)
@@ -134,6 +144,23 @@ def _falcon_h1(data: Metadata) -> dict[str, Any]:
     inner, heads = data.size("ssm.inner_size"), data.size("ssm.time_step_rank")
     # llama.cpp gates before it norms.
     return {"mamba_d_head": inner // heads, "mamba_norm_before_gate": False}
+
+
+def _delta_net(data: Metadata) -> dict[str, Any]:
+    """Return the keys of Qwen3-Next and Qwen3.5; which layers have states is said by their tensors."""
+    sizes, head_size = DeltaNetSizes.of(data), data.size("attention.key_length")
+    states = [f"blk.{layer}.ssm_conv1d.weight" in data.file.entries for layer in range(data.layers)]
+    shared = "expert_shared_feed_forward_length"
+    return {
+        "layer_types": ["linear_attention" if each else "full_attention" for each in states],
+        "linear_num_key_heads": sizes.key_heads,
+        "linear_num_value_heads": sizes.value_heads,
+        "linear_key_head_dim": sizes.key,
+        "linear_value_head_dim": sizes.value,
+        "linear_conv_kernel_dim": data.size("ssm.conv_kernel"),
+        "partial_rotary_factor": data.size("rope.dimension_count") / head_size,
+        **({} if data.architecture == "qwen35" else {"shared_expert_intermediate_size": data.size(shared)}),
+    }
 
 
 def _granite_hybrid(data: Metadata) -> dict[str, Any]:
@@ -302,10 +329,13 @@ def _llama3(data: Metadata, head_size: int, base: float) -> dict[str, Any] | Non
 def tensors_of(file: GgufFile) -> Iterator[tuple[StoredTensor, Encoding]]:
     """Return all weights under their names in transformers, with what reads them. Raises CorruptFileError."""
     data = Metadata(file)
-    second = {follows for follows, _ in data.family.joined.values()}
+    second, layers = {follows for follows, _ in data.family.joined.values()}, data.layers
+    second |= {"attn_gate"} if data.architecture == "qwen3next" else set()
     for name, entry in file.entries.items():
         layer = _IN_LAYER.fullmatch(name)
         if name in _OF_CONFIG or (layer is not None and layer[2] in second):
+            continue
+        if layer is not None and int(layer[1]) >= layers:
             continue
         stored = StoredTensor(name=name, file=file, entry=entry)
         if layer is None:
@@ -335,7 +365,8 @@ def _rows(stored: StoredTensor, data: Metadata, *, norm: bool = False, heads: in
 def _of_layer(
     stored: StoredTensor, data: Metadata, layer: str, module: str, kind: str
 ) -> Iterator[tuple[StoredTensor, Encoding]]:
-    prefix, norm, shape = f"model.layers.{layer}.", module.endswith("_norm"), stored.entry.shape
+    prefix, norm = f"model.layers.{layer}.", module.endswith("_norm") and module != "ssm_norm"
+    shape = stored.entry.shape
     mixtral = data.architecture == "llama"
     own = {**MODULES, **(_MIXTRAL_GATE if mixtral else {}), **data.family.modules}.get(
         f"{module}.scale" if kind == "scale" else module
@@ -353,9 +384,22 @@ def _of_layer(
         name = own if own in _WHOLE else f"{own}.{kind}"
         if module in ("ssm_a", "ssm_d", "ssm_norm"):  # they have a dimension more
             stored = stored.seen_as(math.prod(shape))
-        yield replace(stored, name=prefix + name), _rows(stored, data, norm=norm, heads=heads)
+        encoding = _of_delta_net(stored, data, layer, module) if data.architecture in DELTA_NETS else None
+        yield replace(stored, name=prefix + name), encoding or _rows(stored, data, norm=norm, heads=heads)
     elif experts is not None and len(shape) == (3 if kind == "weight" else 2):
         yield from _each(stored, data, f"{prefix}{experts}.{kind}")
+
+
+def _of_delta_net(stored: StoredTensor, data: Metadata, layer: str, module: str) -> Encoding | None:
+    """Return a tensor in transformers' order; None: it has this order."""
+    if data.architecture != "qwen3next":
+        return in_order(stored, data, module)
+    if module != "attn_qkv":
+        return None
+    entry = data.file.entries.get(name := f"blk.{layer}.attn_gate.weight")
+    if entry is None:
+        raise CorruptFileError(f"{stored.where} needs {name}, which is absent.", hint=AGAIN)
+    return with_gates(stored, StoredTensor(name=name, file=data.file, entry=entry), data)
 
 
 def _joined(
