@@ -42,6 +42,7 @@ from trtserve.server.state import (
     write_state,
 )
 from trtserve.server.status import server_state, server_status
+from trtserve.server.triton.server_log import rotate
 from trtserve.store import NameRecord, Store
 
 
@@ -153,6 +154,20 @@ def test_a_name_that_leads_elsewhere_is_no_server(name: str, store: Store, monke
     for ask in asks:
         with pytest.raises(ServerNotFoundError, match=rf"No server {re.escape(name)} is running; running: demo"):
             ask()
+
+
+def test_the_last_log_is_that_of_the_last_start_though_the_clock_was_set_back(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRTSERVE_HOME", str(store.root))
+    store.servers.mkdir(parents=True, exist_ok=True)
+    earlier, later = (log_file(name, store) for name in ("earlier", "later"))
+    for log, ahead in ((earlier, 3600), (later, 0)):
+        rotate(log)
+        log.write_text("a line\n", encoding="utf-8")
+        written = time.time() + ahead
+        os.utime(log, (written, written))
+    assert find_log() == later
 
 
 def test_an_unknown_name_lists_the_known(store: Store) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -243,7 +246,15 @@ def _reason(text: str) -> str:
 
 
 def rotate(log: Path) -> None:
-    """Make room for a new log: the present one becomes `log`.1, and so on; three old ones are kept."""
+    """Make room for a new log: the present one becomes `log`.1, and so on; three old ones are kept.
+
+    Logs next to it that were written before the clock was set back get the present time: the new log is the last.
+    """
+    now = time.time()
+    for other in log.parent.glob("*.log"):
+        with suppress(OSError):
+            if other.stat().st_mtime > now:
+                os.utime(other, (now, now))
     if log.exists() and log.stat().st_size:
         _shift(log)
         log.replace(_old(log, 1))
