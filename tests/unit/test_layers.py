@@ -289,7 +289,8 @@ def test_no_code_compares_with_the_name_of_a_runtime() -> None:
     assert not found, "ask the runtime (specs/runtime.py)"
 
 
-# Modules that write a date for people or files. Everything else measures with the monotonic clock, or since the boot.
+# Modules that write a date for people or files, or compare with one.
+# Everything else measures with the monotonic clock, or since the boot.
 DATED = {
     "executor/engine/recorder.py",
     "executor/vllm/engine.py",
@@ -300,6 +301,7 @@ DATED = {
     "gateway/openai/served.py",
     "gateway/request_log.py",
     "server/state.py",
+    "server/triton/server_log.py",
 }
 
 

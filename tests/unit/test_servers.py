@@ -112,6 +112,17 @@ def test_the_only_server_is_implied(store: Store) -> None:
     assert find_server("living", store=store) == living
 
 
+def test_status_warns_of_a_supervisor_that_is_stopped(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTSERVE_HOME", str(store.root))
+    own = server_record("demo", store=store)
+    write_state(replace(own, supervisor=own.instances[0].process), store)
+    assert not server_status("demo", store=store)[0].warnings
+    monkeypatch.setattr(ProcessId, "halted", lambda self: True)
+    (warning,) = server_status("demo", store=store)[0].warnings
+    assert "its supervisor" in warning
+    assert f"kill -CONT {os.getpid()}" in warning
+
+
 def test_several_servers_are_listed(store: Store) -> None:
     server(store, "one")
     server(store, "two")

@@ -147,7 +147,7 @@ _HINTS = (
     (re.compile("API key of this server"), _GIVE_KEY),
     (
         re.compile(r"Stub process '[^']*' is not healthy"),
-        "A process of the server has died. Find the server with `trtserve status`, stop it and start it again.",
+        "A process of the server has died or stands still: `trtserve status` says which. Stop and start the server.",
     ),
     (
         re.compile("executor has stopped working"),

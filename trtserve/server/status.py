@@ -223,6 +223,11 @@ def _status(server: Server, store: Store) -> Status:
     page = (metrics_page(server.address) if alive else None) or ""
     blocks = metrics.kv_blocks(page, CORE)
     gateway, warnings = server.gateway, []
+    if server.supervisor is not None and server.supervisor.halted():
+        warnings.append(
+            f"its supervisor (pid {server.supervisor.pid}) {HALTED}, so nothing that fails is restarted. "
+            f"Let it go on: kill -CONT {server.supervisor.pid}"
+        )
     front = None
     if alive and gateway is not None and gateway.settings.is_file():
         front = GatewaySettings.read(gateway.settings)
