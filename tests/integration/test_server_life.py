@@ -89,7 +89,7 @@ def test_commands_in_the_background(repository: Path, store: Store) -> None:
     started = command(*start_line(repository, spec), "--detach")
     assert started.returncode == 0, started.stderr
     assert started.stdout == f"http://{HOST}:{spec.http_port}\n"
-    assert "transaction policy no-streaming" in started.stderr
+    assert "answers in one piece" in started.stderr
     assert 'trtserve query "What is ML?"' in started.stderr
     server = find_server(store=store)
     (shown,) = json.loads(command("status", "--json").stdout)["result"]

@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.server_records import server_record
+from tests.support.server_records import proxy_record, server_record
 from tests.support.waiting import wait_until
 from trtserve.cli import run
 from trtserve.errors import ServerAmbiguousError, ServerDiedError, ServerNotFoundError
 from trtserve.files import locked
 from trtserve.process import ProcessId
+from trtserve.server import shutdown
 from trtserve.server.discovery import find_log, find_server
-from trtserve.server.shutdown import stop_server
+from trtserve.server.shutdown import end_server, stop_server
 from trtserve.server.state import (
     GatewayState,
     Server,
@@ -304,3 +305,28 @@ def test_a_server_between_two_starts_is_alive_through_its_supervisor(store: Stor
     assert server_state(waiting, store) == ("starting", "Starting again in 4 s.")
     killed = replace(waiting, supervisor=replace(own, started=own.started - 60))
     assert server_state(killed, store)[0] == "failed"
+
+
+def test_gateways_end_before_triton_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Triton waits a second for the connections that a gateway keeps open; a second TERM would cut requests off."""
+    server = replace(server_record(), proxy=proxy_record(8000))
+    (gateway,), triton = [each.process for each in server.gateways], server.instances[0].process
+    done: list[tuple[str, list[ProcessId]]] = []
+
+    def stop_triton(roots: Any, prefix: str, *, asked: list[ProcessId], **others: Any) -> None:
+        done.append(("asked", asked))
+
+    monkeypatch.setattr(shutdown, "terminate", lambda process: done.append(("TERM", [process])))
+    monkeypatch.setattr(shutdown, "wait_gone", lambda members, *others: done.append(("awaited", members)))
+    monkeypatch.setattr(shutdown, "stop_triton", stop_triton)
+    monkeypatch.setattr(shutdown, "serving_process", lambda root: root)
+    monkeypatch.setattr(shutdown, "sweep_session", lambda root: None)
+    monkeypatch.setattr(shutdown, "forget", lambda server, store, *, failure: None)
+    end_server(server, Store(tmp_path))
+    assert done == [("TERM", [gateway]), ("awaited", [gateway]), ("asked", [triton])]
+    done.clear()
+    entrance = replace(proxy_record(8000).gateway, process=triton)  # one port for many models is its own gateway
+    end_server(
+        replace(server, proxy=None, instances=(replace(server.instances[0], gateway=entrance),)), Store(tmp_path)
+    )
+    assert done == [("awaited", []), ("asked", [triton])]

@@ -138,7 +138,7 @@ def test_everything_is_shown(repository: Path, capsys: pytest.CaptureFixture[str
         "1",
         str(port),
         str(os.getpid()),
-        "streaming",
+        "streamed",
     ]
     columns, row = (line.split("\t") for line in captured.out.splitlines())
     assert (columns[:2], columns[-2:]) == (["name", "state"], ["kv cache", "restarts"])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trtserve.server.status import Status
 
 _COLUMNS = (
-    *("name", "state", "uptime", "model", "models", "http", "grpc", "metrics", "pid", "policy", "engine"),
+    *("name", "state", "uptime", "model", "models", "http", "grpc", "metrics", "pid", "answers", "engine"),
     *("requests", "kv cache", "restarts"),
 )
 
@@ -138,7 +138,7 @@ def server_record(server: Server) -> dict[str, object]:
 
 
 def _row(one: Status) -> tuple[object, ...]:
-    from trtserve.server.state import transaction_policy
+    from trtserve.server.state import how_answers_come
 
     server, addresses = one.server, [instance.address for instance in one.server.instances]
     proxy = "" if server.endpoint == server.address else f"{server.endpoint.http_port} → "
@@ -152,7 +152,7 @@ def _row(one: Status) -> tuple[object, ...]:
         ",".join(str(each.grpc_port or "-") for each in addresses),
         ",".join(str(each.metrics_port or "-") for each in addresses),
         ",".join(str(each.process.pid) for each in server.instances),
-        transaction_policy(server.streaming),
+        how_answers_come(server.streaming),
         ", ".join(f"{key.removesuffix('_precision')} {value}" for key, value in one.precision.items()) or "-",
         f"{one.requests['running']} running, {one.requests['finished']} done" if one.requests else "-",
         _kv_text(one) or "-",

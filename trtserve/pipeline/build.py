@@ -93,7 +93,7 @@ class BuildPlan:
         for note in self.engine.notes:
             progress.step(note)
         if self.reused:
-            progress.step(f"Engine {self.path} is reused")
+            progress.step(f"Engine {self.path.name} is reused")
         if (too_large := serving_note(self.engine)) is not None:
             progress.warn(too_large)
 

@@ -92,7 +92,7 @@ class ConversionPlan:
         `plan_check` and `require_passed` raise; nothing is left behind then.
         """
         if self.reused:
-            progress.step(f"Checkpoint {self.path} is reused")
+            progress.step(f"Checkpoint {self.path.name} is reused")
         check = None if self.by_nvidia else self._planned_check(self.config, progress)
         self.work.report(progress, reused=self.reused)
         passed = False

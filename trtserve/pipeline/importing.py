@@ -404,7 +404,7 @@ def _make_engine(plan: ImportPlan, conversion: ConversionPlan, model: Model, pro
     spec, build = plan.spec, plan.build
     if build is not None and build.reused and spec.verify is None:
         progress.step(
-            f"Checkpoint {conversion.path} is reused" if conversion.reused else "No checkpoint is needed any more"
+            f"Checkpoint {conversion.path.name} is reused" if conversion.reused else "No checkpoint is needed any more"
         )
         return build.run(progress)
     if plan.deployment is not None:

@@ -63,7 +63,7 @@ class ModelPlan(ModelFiles):
         A local folder is linked, never changed, and its weights are never copied.
         """
         if (existing := reusable(Model, self.path, self.fingerprint)) is not None:
-            progress.step(f"Model {existing.path} is reused")
+            progress.step(f"Model {existing.path.name} is reused")
             return existing
         if self.folder is not None or self.revision is None:
             model = publish(Model, self.path, self.manifest, lambda staging: _link_folder(self, staging))

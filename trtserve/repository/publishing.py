@@ -53,7 +53,7 @@ def assemble_repository(plan: RepositoryPlan, progress: Progress = SILENT) -> Mo
     written.
     """
     if plan.reused:
-        progress.step(f"Model repository {plan.path} is reused")
+        progress.step(f"Model repository {plan.path.name} is reused")
     if plan.added and require_addable(plan.path, plan.models, plan.manifest):
         return ModelRepository(path=plan.path, manifest=Manifest.read(plan.path))
 

@@ -37,7 +37,7 @@ from trtserve.server.launch.devices import EngineNodes, claimed_gpus, fit_engine
 from trtserve.server.plan import ServerPlan
 from trtserve.server.repositories import chosen_by, require_sound_files
 from trtserve.server.shutdown import end_server
-from trtserve.server.state import list_servers, recorded_server, transaction_policy
+from trtserve.server.state import how_answers_come, list_servers, recorded_server
 from trtserve.server.triton.installation import require_stub_path
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
@@ -181,7 +181,7 @@ def _owner(port: int, store: Store) -> str:
 
 def announce(plan: ServerPlan, progress: Progress) -> None:
     served = plan.served
-    facts = [f"transaction policy {transaction_policy(served.streaming)}"]
+    facts = [f"answers {how_answers_come(served.streaming)}"]
     facts += [f"{name.replace('_', ' ')} {value}" for name, value in served.precision.items()]
     progress.step(f"Serving {served.model} from {plan.repository.path.absolute()}: {', '.join(facts)}")
     if plan.runs_ranks:

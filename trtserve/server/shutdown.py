@@ -31,6 +31,8 @@ from trtserve.store import Store
 _PAUSE = 0.1
 # Executors count their open requests every second.
 _IDLE = 2.0
+# A gateway without requests ends within this time. Triton waits a second for the connections that it keeps open.
+_GATEWAY_ENDS = 0.6
 # A supervisor notices within this time that its server was stopped.
 _SUPERVISOR_GRACE = 5.0
 
@@ -116,10 +118,15 @@ def end_server(
     roots = server.roots
     grace = STOP_GRACE - EXIT_TIMEOUT + server.exit_timeout
     try:
+        served = {instance.process for instance in server.instances}  # one port for many models: the gateway itself
+        gateways = [gateway.process for gateway in server.gateways if gateway.process not in served]
+        for gateway in gateways:
+            terminate(gateway)
+        wait_gone(gateways, _GATEWAY_ENDS, urgent)
         _ask_containers(server, urgent, grace)
-        stop_triton(
-            roots, server.shm_prefix, urgent=urgent, asked=[serving_process(root) for root in roots], grace=grace
-        )
+        # Not the gateways: a second TERM would cut off their requests.
+        asked = [serving_process(root) for root in roots if root not in gateways]
+        stop_triton(roots, server.shm_prefix, urgent=urgent, asked=asked, grace=grace)
     finally:
         # docker passes the TERM on, but a container that ignores it outlives its client.
         for instance in server.instances:

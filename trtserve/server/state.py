@@ -190,6 +190,11 @@ def transaction_policy(streaming: bool) -> str:
     return "streaming" if streaming else "no-streaming"
 
 
+def how_answers_come(streaming: bool) -> str:
+    """Return the same in words, for people."""
+    return "streamed" if streaming else "in one piece"
+
+
 def state_file(name: str, store: Store) -> Path:
     return child(store.servers, f"{name}.json")
 
