@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.gguf_files import DELTA_NET, EXPERT_WIDTHS, SCOUT, write_gguf_model
+from tests.support.gguf_files import DELTA_NET, EXPERT_WIDTHS, LATENT, SCOUT, YARN, write_gguf_model
 from tests.support.paged_steps import PagedSteps
 from tests.support.quantised_models import (
     EXPERT_SIZES,
@@ -71,6 +71,9 @@ def test_greedy_tokens_equal_transformers(scheme: str, spec: ConvertSpec, tmp_pa
         ("Q8_0", "qwen3_next", DELTA_NET | EXPERT_WIDTHS),
         ("Q4_0", "qwen3_5", DELTA_NET),
         ("Q8_0", "qwen3_5_moe", DELTA_NET | EXPERT_WIDTHS),
+        ("Q8_0", "deepseek_v3", LATENT | {"rope_scaling": YARN}),
+        ("Q4_0", "deepseek_v2", LATENT | {"topk_method": "group_limited_greedy"}),
+        ("Q8_0", "glm4_moe_lite", LATENT),
     ],
     ids=str,
 )
@@ -78,6 +81,7 @@ def test_gguf_files_answer_as_transformers(kind: str, family: str, sizes: dict[s
     """In float32, with the weights that the blocks of the file stand for."""
     of_llama_cpp = {
         "bamba": "granitehybrid",
+        **dict.fromkeys(("deepseek_v3", "deepseek_v2", "glm4_moe_lite"), "deepseek2"),
         "qwen3_next": "qwen3next",
         "qwen3_5": "qwen35",
         "qwen3_5_moe": "qwen35moe",

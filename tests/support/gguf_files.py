@@ -68,6 +68,14 @@ _DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe")
 _OWN: dict[str, dict[str, str]] = {
     **dict.fromkeys(("gemma2", "gemma3", "gpt-oss", "olmo2", "exaone4", "seed_oss"), _AFTER_BOTH),
     **dict.fromkeys(_DELTA_NETS, _AFTER_BOTH | _SHARED | _DELTA_NET | {"mlp.shared_expert_gate": "ffn_gate_inp_shexp"}),
+    "deepseek2": {
+        "self_attn.q_a_proj": "attn_q_a",
+        "self_attn.q_a_layernorm": "attn_q_a_norm",
+        "self_attn.q_b_proj": "attn_q_b",
+        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+        **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    },
     "qwen2moe": _SHARED | {"mlp.shared_expert_gate": "ffn_gate_inp_shexp"},
     "glm4": {
         "post_self_attn_layernorm": "post_attention_norm",
@@ -148,6 +156,22 @@ DELTA_NET: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 64,
+}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 0.5,
+    "mscale_all_dim": 0.5,
 }
 _PERMUTED = ("llama", "granite", "granitehybrid", "granitemoe", "smollm3")
 _TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8}
@@ -333,12 +357,24 @@ def _without_stem(
         return {f"ffn_{'down' if 'down' in module else 'gate_up'}_exps.weight": (values.shape, kind, content)}, floats
     if module.endswith(("put_linear.weight", "router.layer.weight")):
         return _granite(module, values, kind, "_shexp" if config.get("num_local_experts") else "")
+    if module == "self_attn.kv_b_proj.weight":
+        return _latent(values, kind, config)
     if (own := _FLOAT_VECTORS.get(module)) is None:
         return None
     logarithm = own == "ssm_a"
     content, floats = stored(-np.exp(values) if logarithm else values, "F32")
     shape = (*values.shape, 1) if own in ("ssm_a", "ssm_d") else values.shape
     return {own: (shape, "F32", content)}, np.log(-floats) if logarithm else floats
+
+
+def _latent(values: Array, kind: str, config: Mapping[str, Any]) -> tuple[dict[str, Written], Array]:
+    """Keys [heads, rank, key] and values [heads, value, rank] of latent attention."""
+    of_heads = values.reshape(config["num_attention_heads"], -1, values.shape[1])
+    keys, rest = np.split(of_heads, [config["qk_nope_head_dim"]], 1)
+    keys = np.ascontiguousarray(keys.swapaxes(1, 2))
+    (first, read_keys), (second, read_values) = stored(keys, kind), stored(rest, kind)
+    made = {"attn_k_b.weight": (keys.shape, kind, first), "attn_v_b.weight": (rest.shape, kind, second)}
+    return made, np.concatenate([read_keys.swapaxes(1, 2), read_values], 1).reshape(values.shape)
 
 
 def _granite(module: str, values: Array, kind: str, shared: str) -> tuple[dict[str, Written], Array]:
@@ -385,6 +421,7 @@ _FLOAT_VECTORS = {
     "mamba.A_log": "ssm_a",
     "mamba.D": "ssm_d",
     "mamba.dt_bias": "ssm_dt.bias",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
 }
 _ALTUP = {"altup_projections": "altup_proj", "altup_unembed_projections": "altup_unembd_proj"}
 _OUTER = {
@@ -452,6 +489,7 @@ def metadata_of(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     if (base := f"{architecture}.rope.freq_base") in own:
         own[base] = float(own[base])
     own |= _kinds_of_layers(config, architecture) | _delta_net_sizes(config, architecture)
+    own |= _latent_sizes(config) if architecture == "deepseek2" else {}
     if config.get("partial_rotary_factor"):
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         own[f"{architecture}.rope.dimension_count"] = int(size * config["partial_rotary_factor"])
@@ -487,6 +525,34 @@ def metadata_of(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "tokenizer.ggml.unknown_token_id": 0,
         "tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
     }
+
+
+def _latent_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of latent attention and its experts."""
+    rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    v3 = config["model_type"] != "deepseek_v2"
+    found: dict[str, Any] = {
+        "attention.head_count_kv": 1,
+        "attention.kv_lora_rank": rank,
+        "attention.key_length": rank + rotated,
+        "attention.value_length": rank,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
+        "attention.value_length_mla": config["v_head_dim"],
+        "rope.dimension_count": rotated,
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_count": config["n_routed_experts"],
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "expert_weights_norm": config["norm_topk_prob"],
+        "expert_group_count": config["n_group"],
+        "expert_group_used_count": config["topk_group"],
+        "expert_gating_func": 2 if v3 else 1,
+    }
+    if config.get("q_lora_rank"):
+        found["attention.q_lora_rank"] = config["q_lora_rank"]
+    if (dimensions := (config.get("rope_scaling") or {}).get("mscale_all_dim")) is not None:
+        found["rope.scaling.yarn_log_multiplier"] = 0.1 * dimensions
+    return {f"deepseek2.{key}": content for key, content in found.items()}
 
 
 def _delta_net_sizes(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:

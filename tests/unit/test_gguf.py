@@ -17,7 +17,9 @@ import pytest
 from tests.support.gguf_files import (
     DELTA_NET,
     EXPERT_WIDTHS,
+    LATENT,
     SCOUT,
+    YARN,
     metadata_of,
     text,
     value,
@@ -71,6 +73,10 @@ MODELS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("qwen3_next", "qwen3next", "Q8_0", DELTA_NET | EXPERT_WIDTHS),
     ("qwen3_5", "qwen35", "Q4_0", DELTA_NET),
     ("qwen3_5_moe", "qwen35moe", "Q8_0", DELTA_NET | EXPERT_WIDTHS),
+    ("deepseek_v3", "deepseek2", "Q8_0", LATENT | {"q_lora_rank": 64, "rope_scaling": YARN}),
+    ("glm4_moe_lite", "deepseek2", "Q4_0", LATENT | {"q_lora_rank": None}),
+    ("deepseek_v2", "deepseek2", "Q8_0", LATENT | {"n_group": 1, "topk_group": 1}),
+    ("deepseek_v2", "deepseek2", "Q4_0", LATENT | {"topk_method": "group_limited_greedy", "rope_scaling": YARN}),
     ("gemma", "gemma", "Q8_0", {"head_dim": 64}),
     ("gemma2", "gemma2", "Q8_0", {"head_dim": 64, "query_pre_attn_scalar": 64}),
     (
@@ -215,6 +221,71 @@ def test_inputs_of_qwen3_next_in_the_older_order(tmp_path: Path) -> None:
     del file.entries["blk.0.attn_qkv.weight"]
     file.entries["blk.0.ssm_in.weight"] = older
     assert {tensor.name: encoding.shape for tensor, encoding in tensors_of(file)}[name] == older.shape
+
+
+def latent_file(folder: Path, family: str = "deepseek_v3", **sizes: Any) -> GgufFile:
+    return GgufFile(write_gguf_model(folder, family, "deepseek2", "F16", **SIZES | LATENT | sizes)[0])
+
+
+def test_latent_attention_of_older_files(tmp_path: Path) -> None:
+    """Before April 2025 they had the joined matrix and heads of its sizes, and no groups or kinds of routers."""
+    file = latent_file(tmp_path)
+    wanted, names = config_of(file), {tensor.name for tensor, _ in tensors_of(file)}
+    for layer in range(file.metadata["deepseek2.block_count"]):
+        keys, values = (file.entries.pop(f"blk.{layer}.attn_{part}_b.weight") for part in "kv")
+        shape = keys.shape[0] * (keys.shape[2] + values.shape[1]), keys.shape[1]
+        file.entries[f"blk.{layer}.attn_kv_b.weight"] = replace(keys, shape=shape, size=keys.size + values.size)
+    for kind in ("key", "value"):
+        file.metadata[f"deepseek2.attention.{kind}_length"] = file.metadata.pop(
+            f"deepseek2.attention.{kind}_length_mla"
+        )
+    for key in ("expert_gating_func", "expert_group_count", "expert_group_used_count"):
+        del file.metadata[f"deepseek2.{key}"]
+    assert config_of(file) == wanted | {"n_group": 1, "topk_group": 1}
+    assert {tensor.name for tensor, _ in tensors_of(file)} == names
+    file.metadata["deepseek2.expert_count"] = 256
+    with pytest.raises(UnsupportedModelError, match="expert_group_count"):
+        config_of(file)
+    file.metadata["deepseek2.block_count"] = 61
+    assert (config_of(file)["n_group"], config_of(file)["topk_group"]) == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("key", "content", "match"),
+    [
+        ("attention.kv_lora_rank", None, "kv_lora_rank is None"),
+        ("rope.dimension_count", None, "dimension_count is None"),
+        ("rope.dimension_count", 48, "48 are rotated"),
+        ("expert_gating_func", 1, "expert_gating_func is 1"),
+        ("expert_shared_count", None, "expert_shared_count is None"),
+        ("attention.temperature_scale", 0.1, "scales its queries"),
+        ("rope.scaling.yarn_ext_factor", 0.5, "yarn_ext_factor"),
+        ("attention.value_length_mla", 48, r"attn_v_b\.weight.*expected"),
+    ],
+)
+def test_latent_attention_that_is_refused(key: str, content: Any, match: str, tmp_path: Path) -> None:
+    file = latent_file(tmp_path, rope_scaling=YARN)
+    file.metadata.pop(f"deepseek2.{key}", None)
+    if content is not None:
+        file.metadata[f"deepseek2.{key}"] = content
+    with pytest.raises(TrtserveError, match=match):
+        config_of(file), dict(tensors_of(file))
+
+
+def test_yarn_of_kimi_needs_its_ramp(tmp_path: Path) -> None:
+    file = latent_file(tmp_path, rope_scaling=YARN)
+    file.metadata["tokenizer.ggml.pre"] = "kimi-k2"
+    with pytest.raises(UnsupportedModelError, match="yarn_beta_fast"):
+        config_of(file)
+    file.metadata["deepseek2.rope.scaling.yarn_beta_fast"] = 1.0
+    assert config_of(file)["rope_scaling"] == YARN | {"beta_fast": 1.0}
+
+
+def test_latent_attention_without_its_values(tmp_path: Path) -> None:
+    file = latent_file(tmp_path)
+    del file.entries["blk.0.attn_v_b.weight"]
+    with pytest.raises(CorruptFileError, match=r"attn_v_b\.weight, which is absent"):
+        list(tensors_of(file))
 
 
 def _require_same_config(made: Path, expected: Path) -> None:

@@ -230,6 +230,35 @@ class Joined(Encoding):
         return np.concatenate(found)
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadsJoined(Encoding):
+    """Keys and values of latent attention: of each head the rows of its key, then those of its value.
+
+    The file has keys [heads, rank, key] and values [heads, value, rank] apart.
+    """
+
+    keys: tuple[GgufRows, ...]  # of each head [rank, key]
+    values: tuple[GgufRows, ...]  # of each head [value, rank]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        (rank, key), (value, _) = self.keys[0].shape, self.values[0].shape
+        return len(self.keys) * (key + value), rank
+
+    def _rows(self, first: int, count: int) -> Floats:
+        import numpy as np
+
+        (rank, key), (value, _) = self.keys[0].shape, self.values[0].shape
+        each = key + value
+        low, high = first // each, -(-(first + count) // each)
+        found = [
+            part
+            for head in range(low, high)
+            for part in (self.keys[head].rows(0, rank).T, self.values[head].rows(0, value))
+        ]
+        return np.ascontiguousarray(np.concatenate(found)[first - low * each :][:count])
+
+
 def _half(part: Blocks) -> Floats:
     """Return float16 [n, 1] of bytes [n, 2]."""
     import numpy as np

@@ -12,6 +12,7 @@ from typing import Any
 from trtserve.checkpoint.encodings import Encoding, StoredTensor
 from trtserve.checkpoint.gguf import GgufFile, GgufRows, Joined
 from trtserve.checkpoint.gguf_delta_net import DELTA_NETS, DeltaNetSizes, in_order, with_gates
+from trtserve.checkpoint.gguf_latent import keys_and_values, latent_of, yarn_of_latent
 from trtserve.checkpoint.gguf_metadata import AGAIN, BAMBA, MODULES, OTHER, OUTER, Metadata
 from trtserve.errors import CorruptFileError, UnsupportedModelError
 
@@ -24,7 +25,7 @@ _MOST_PAIRS = 65_536
 _WHOLE = (
     *("self_attn.sinks", "layer_scalar", "router.scale", "router.per_expert_scale"),
     *("altup.correct_output_scale", "mamba.A_log", "mamba.D", "mamba.dt_bias"),
-    *("linear_attn.A_log", "linear_attn.dt_bias"),
+    *("linear_attn.A_log", "linear_attn.dt_bias", "mlp.gate.e_score_correction_bias"),
 )
 # What llama.cpp divides the frequencies by that do not turn.
 _STILL = 1e30
@@ -103,6 +104,7 @@ def _of_family(data: Metadata, head_size: int, share: int) -> dict[str, Any]:
         "llama4": _llama4,
         "falcon-h1": _falcon_h1,
         "granitehybrid": _granite_hybrid,
+        "deepseek2": latent_of,
         **dict.fromkeys(DELTA_NETS, _delta_net),
     }.get(data.architecture)
     if data.architecture.startswith("gemma"):
@@ -293,9 +295,20 @@ def _scaling(data: Metadata, head_size: int, base: float) -> dict[str, Any] | No
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn" and original:
-        whole = {} if data.architecture != "gpt-oss" else {"truncate": False}
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **whole}
+        own = {"gpt-oss": {"truncate": False}}.get(data.architecture, {})
+        own |= yarn_of_latent(data) if data.architecture == "deepseek2" else {}
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original} | own | _ramp(data)
     raise UnsupportedModelError(f"{data.file.path} scales its rotary embedding by {kind:.80}.", hint=OTHER)
+
+
+def _ramp(data: Metadata) -> dict[str, Any]:
+    """Return the ends of yarn's ramp, which only newer files have. Raises UnsupportedModelError for further factors."""
+    key = "rope.scaling.yarn_"
+    if data.get(f"{key}ext_factor", float, 1.0) not in (1, -1):  # -1: not set
+        raise UnsupportedModelError(f"{data.file.path} has {data.architecture}.{key}ext_factor.", hint=OTHER)
+    read = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "attention_factor": "attn_factor"}
+    found = {ours: data.get(key + theirs, float) for ours, theirs in read.items()}
+    return {ours: number for ours, number in found.items() if number is not None}
 
 
 def _llama3(data: Metadata, head_size: int, base: float) -> dict[str, Any] | None:
@@ -330,7 +343,9 @@ def tensors_of(file: GgufFile) -> Iterator[tuple[StoredTensor, Encoding]]:
     """Return all weights under their names in transformers, with what reads them. Raises CorruptFileError."""
     data = Metadata(file)
     second, layers = {follows for follows, _ in data.family.joined.values()}, data.layers
-    second |= {"attn_gate"} if data.architecture == "qwen3next" else set()
+    second |= {"qwen3next": {"attn_gate"}, "deepseek2": {"attn_v_b"}}.get(data.architecture, set())
+    if data.architecture == "deepseek2" and "blk.0.attn_kv_b.weight" in file.entries:
+        second.add("attn_k_b")  # some files have the matrix and its parts
     for name, entry in file.entries.items():
         layer = _IN_LAYER.fullmatch(name)
         if name in _OF_CONFIG or (layer is not None and layer[2] in second):
@@ -378,7 +393,12 @@ def _of_layer(
     heads = 0
     if data.family.permuted and module in ("attn_q", "attn_k"):
         heads = data.kv_heads() if module == "attn_k" else data.size("attention.head_count")
-    if own is not None:
+    if module == "attn_k_b" and data.architecture == "deepseek2":
+        if (entry := data.file.entries.get(other := f"blk.{layer}.attn_v_b.weight")) is None:
+            raise CorruptFileError(f"{stored.where} needs {other}, which is absent.", hint=AGAIN)
+        values = StoredTensor(name=other, file=data.file, entry=entry)
+        yield replace(stored, name=f"{prefix}self_attn.kv_b_proj.weight"), keys_and_values(stored, values, data)
+    elif own is not None:
         if module == "ffn_gate_inp_shexp" and len(shape) == 1:
             stored = stored.seen_as(1, *shape)
         name = own if own in _WHOLE else f"{own}.{kind}"

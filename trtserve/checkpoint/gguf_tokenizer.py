@@ -36,11 +36,25 @@ _O200K = (
 )
 
 
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_KIMI = (
+    r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    + _SHORT
+    + r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    + _SHORT
+    + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Words:
     """How BPE cuts a text before it merges."""
 
     pattern: str
+    before: tuple[str, ...] = ()  # patterns that cut first, one after another
     digits: bool = False
     composed: bool = False
     whole_words: bool = False
@@ -61,6 +75,8 @@ _WORDS = {
     "glm4": _Words(pattern=_MODERN % "{1,3}"),
     **dict.fromkeys(("gpt-4o", "llama4"), _Words(pattern=_O200K)),
     "qwen2": _Words(pattern=_MODERN % "", composed=True),
+    "deepseek-v3": _Words(pattern=_DEEPSEEK3, before=(r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+")),
+    "kimi-k2": _Words(pattern=_KIMI),
     "qwen35": _Words(pattern=_MARKS, composed=True),
     "tekken": _Words(pattern=_TEKKEN, whole_words=True, begins=True),
 }
@@ -172,11 +188,14 @@ def _merges(data: Metadata) -> list[list[str]]:
 def _bpe(data: Metadata, tokens: Sequence[str]) -> dict[str, Any]:
     words, merges = _words(data), _merges(data)
     digits = [{"type": "Digits", "individual_digits": True}] if words.digits else []
-    cut = {"type": "Split", "pattern": {"Regex": words.pattern}, "behavior": "Isolated", "invert": False}
+    cuts = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in (*words.before, words.pattern)
+    ]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
         "normalizer": {"type": "NFC"} if words.composed else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*digits, cut, level]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*digits, *cuts, level]},
         "post_processor": level,
         "decoder": level,
         "model": {
