@@ -141,7 +141,7 @@ def test_server_counts_take_precedence(byte_tokens: TokenizerFiles) -> None:
     result = counted(each, byte_tokens)
     assert (result.by, result.by_server, result.by_tokenizer) == ("server", 4, 2)
     assert each.arrivals == [(1, 1), (3, 3)]
-    assert "counted 4 output tokens; the tokenizer finds 2" in result.notes(byte_tokens)[0]
+    assert "counted 4 output tokens; the text alone gives 2" in result.notes(byte_tokens)[0]
 
 
 def test_tokenizer_counts_if_the_server_does_not(byte_tokens: TokenizerFiles) -> None:

@@ -163,8 +163,7 @@ class AnswerCounts:
         elif self.by_server in (None, self.by_tokenizer):
             notes = ["The server counted the output tokens."]
         else:
-            differ = f"{self.by_server} output tokens; the tokenizer finds {self.by_tokenizer} in the text"
-            notes = [f"The server counted {differ}, which has no special tokens and can be split in several ways."]
+            notes = [f"The server counted {self.by_server} output tokens; the text alone gives {self.by_tokenizer}."]
         if self.prompts_by_server is not None and self.prompts_by_server != self.prompts_by_tokenizer:
             notes.append(
                 f"The server counted {self.prompts_by_server} prompt tokens, the tokenizer in {files.folder} "
