@@ -343,6 +343,31 @@ def test_up_looks_again_when_its_start_meets_another_one(tmp_path: Path, monkeyp
     assert [server.name for server in bring_up(plan_setup(setup_of(tmp_path, FRONT))).servers] == ["front"]
 
 
+def test_two_ups_at_once_do_not_stop_what_the_other_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, done = threading.Event(), list[str]()
+
+    def start(*_: object, **__: object) -> Server:
+        write_state(server_record("front", state="starting"), Store())
+        begun.set()
+        time.sleep(0.3)  # its models load
+        forget(server_record("front", state="starting"), Store())
+        done.append("started")
+        return server_record("front")
+
+    def stop(*_: object, **__: object) -> None:
+        done.append("stopped")
+
+    monkeypatch.setattr(setup_plan, "start_in_background", start)
+    monkeypatch.setattr(setup_plan, "stop_server", stop)
+    plan = plan_setup(setup_of(tmp_path, FRONT))
+    first = threading.Thread(target=bring_up, args=(plan,))
+    first.start()
+    assert begun.wait(60)
+    bring_up(plan)
+    first.join()
+    assert done == ["started", "started"]
+
+
 def test_up_names_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(setup_plan, "start_in_background", lambda *_, **__: server_record("front"))
     file = tmp_path / "setup.yaml"

@@ -16,6 +16,7 @@ from trtserve.bench.targets import missed_by
 from trtserve.errors import LockedError, PortInUseError, ServerRunningError, UsageError
 from trtserve.executor.loaders import is_embedded_runtime
 from trtserve.executor.runtimes import RUNTIMES, choose_runtime
+from trtserve.files import locked
 from trtserve.host.ports import ipv4_address, is_free
 from trtserve.pipeline import StageSummary
 from trtserve.pipeline.import_spec import ImportSpec, as_json, engine_destination, pinned_source
@@ -206,7 +207,9 @@ def bring_up(plan: SetupPlan, *, progress: Progress = SILENT) -> Brought:
             progress.step(f"Files of server {setup.name} for {setup.cluster.kind}")
             jobs.append(write_files(setup, setup.cluster, repository, progress))
             continue
-        servers.append(_serve(setup, repository, plan.store, progress))
+        # What another `up` is starting is not ready, and would be stopped.
+        with locked(plan.store.root / "locks" / f"up-{setup.name}.lock"):
+            servers.append(_serve(setup, repository, plan.store, progress))
     return Brought(servers=tuple(servers), jobs=tuple(jobs))
 
 
