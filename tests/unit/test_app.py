@@ -257,6 +257,7 @@ def test_several_words_find_the_options_that_have_all_of_them(capsys: pytest.Cap
         ("use it from python", "How do I call it from Python (library)?"),
         ("is my data sent anywhere", "Does it send any data home (telemetry)?"),
         ("offline", "How do I work without internet access?"),
+        ("backup", "How do I back up a model, or move it to another machine (backup, copy)?"),
         (
             "start after reboot",
             "How do I start it at boot, keep it running, and start it again after a crash or reboot (systemd)?",
