@@ -209,7 +209,8 @@ def _lock_file(path: Path, kind: int, *, tries: int | None) -> TextIO:
                 time.sleep(_PAUSE)
                 continue
             raise LockedError(
-                f"Another trtserve process is working on {path.stem}.", hint="Wait for it to end, then try again."
+                f"Another trtserve process is working on {path.parent if path.name == '.lock' else path.stem}.",
+                hint="Wait for it to end, then try again.",
             ) from None
         handle.close()
 

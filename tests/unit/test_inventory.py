@@ -194,6 +194,13 @@ def test_refuses_an_artefact_that_another_process_works_on() -> None:
     assert not engine.exists()
 
 
+def test_a_folder_that_is_in_use_is_named(tmp_path: Path) -> None:
+    """Two `tune` with one folder: the lock lies in it."""
+    lock, words = tmp_path / ".lock", f"working on {tmp_path}"
+    with locked(lock), pytest.raises(LockedError, match=words), locked(lock, wait=False):
+        pass
+
+
 @pytest.mark.parametrize("by", ["name", "folder"])
 def test_refuses_what_other_commands_use(by: str) -> None:
     record = _imported("my-model", mark="1")
